@@ -1,0 +1,32 @@
+PYTHON ?= python3
+BIN := .venv/bin
+.DELETE_ON_ERROR:
+.PHONY: demo test check format clean
+
+demo: .venv/.ready
+	$(BIN)/python -m flatpeak.controller demo
+
+test: .venv/.ready
+	$(BIN)/python -m pytest
+
+check: .venv/.ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: .venv/.ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.PHONY: .venv
+.venv: .venv/.ready
+
+# One stamp file: the environment is rebuilt only when what it is made from changes.
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Flatpeak needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv runs .pytest_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Triton kernels, one folder an operator, each beside its plain torch reference."""

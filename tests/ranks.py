@@ -1,0 +1,112 @@
+"""Real multi-process ranks for tests: a pool of warm processes joined by gloo.
+
+`run_ranks(world, fn, *args)` calls `fn(rank, *args)` on `world` processes inside an initialised
+default process group and returns the results in rank order. The processes live as long as the
+test session, so that a test does not pay for importing torch.
+"""
+
+import atexit
+import multiprocessing as mp
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+_RANK_TIMEOUT_S = 50.0
+
+
+def _serve(pipe: Any, paths: list[str]) -> None:
+    sys.path[:] = paths
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while (job := pipe.recv()) is not None:
+        rank, world, store, call = job
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world),
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=_RANK_TIMEOUT_S),
+            )
+            fn, args = cloudpickle.loads(call)
+            pipe.send((True, cloudpickle.dumps(fn(rank, *args))))
+        except BaseException:
+            # Tell before leaving the group: the others fail as soon as this one has left.
+            pipe.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def _grow(self, world: int) -> None:
+        while len(self._processes) < world:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
+                target=_serve, args=(theirs, list(sys.path)), daemon=True
+            )
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def run(self, world: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        self._grow(world)
+        # The ranks cannot import a test module: ship its functions by value.
+        module = sys.modules.get(fn.__module__)
+        if module is not None:
+            cloudpickle.register_pickle_by_value(module)
+        call = cloudpickle.dumps((fn, args))
+        with tempfile.TemporaryDirectory() as folder:
+            store = str(Path(folder) / "store")
+            for rank in range(world):
+                self._pipes[rank].send((rank, world, store, call))
+            try:
+                return self._collect(world)
+            except BaseException:
+                self.close()  # the other ranks may hang in a collective: start afresh
+                raise
+
+    def _collect(self, world: int) -> list[Any]:
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + _RANK_TIMEOUT_S
+        while len(results) < world:
+            waiting = {self._pipes[rank]: rank for rank in range(world) if rank not in results}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise AssertionError(f"ranks {sorted(waiting.values())} did not answer")
+            for pipe in ready:
+                ok, payload = pipe.recv()
+                rank = waiting[pipe]
+                if not ok:
+                    raise AssertionError(f"rank {rank} of {world} failed:\n{payload}")
+                results[rank] = cloudpickle.loads(payload)
+        return [results[rank] for rank in range(world)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+
+_pool = _Pool()
+atexit.register(_pool.close)
+
+
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    return _pool.run(world, fn, args)

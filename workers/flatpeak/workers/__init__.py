@@ -1,0 +1,1 @@
+"""GPU workers, optimizer actors and the operators; the operators do not know Ray."""

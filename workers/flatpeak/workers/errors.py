@@ -1,0 +1,51 @@
+"""The errors a user can meet, and the exit code each one means.
+
+FlatpeakError
+├── InputError            exit 2: the user can mend it (a file, a key, a degree)
+│   ├── SpecError
+│   ├── DataError
+│   └── CheckpointError
+├── DoesNotFit            exit 3: the plan exceeds a budget
+└── RunFailed             exit 4: the cluster or a process of the run failed
+    ├── ClusterError
+    └── WaitTimeout
+
+Every message says what happened with its numbers, and which setting mends it. The constructors take
+the finished message alone, so that an error survives pickling between processes.
+"""
+
+
+class FlatpeakError(Exception):
+    exit_code = 4
+
+
+class InputError(FlatpeakError, ValueError):
+    exit_code = 2
+
+
+class SpecError(InputError):
+    pass
+
+
+class DataError(InputError):
+    pass
+
+
+class CheckpointError(InputError):
+    pass
+
+
+class DoesNotFit(FlatpeakError):
+    exit_code = 3
+
+
+class RunFailed(FlatpeakError):
+    exit_code = 4
+
+
+class ClusterError(RunFailed):
+    pass
+
+
+class WaitTimeout(RunFailed, TimeoutError):
+    pass
