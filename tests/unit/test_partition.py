@@ -1,5 +1,7 @@
 """Parts of a dimension cover it once, in order, and differ by at most one element."""
 
+from itertools import pairwise
+
 import pytest
 from flatpeak.workers.partition import part, parts
 
@@ -9,7 +11,7 @@ def test_parts_are_contiguous_balanced_and_complete(total: int, count: int):
     bounds = parts(total, count)
     assert bounds[0][0] == 0
     assert bounds[-1][1] == total
-    assert all(left[1] == right[0] for left, right in zip(bounds, bounds[1:], strict=False))
+    assert all(left[1] == right[0] for left, right in pairwise(bounds))
     sizes = [stop - start for start, stop in bounds]
     assert max(sizes) - min(sizes) <= 1
 
