@@ -236,7 +236,7 @@ class Spec(Section):
     runs_dir: str = "runs"
     """Directory of the run folders."""
     resume: bool = False
-    """Go on from the newest snapshot of an earlier run of this name."""
+    """Go on from the newest snapshot of an earlier run of this name, if there is one."""
     model: ModelSpec
     """What is trained."""
     data: DataSpec = DataSpec()

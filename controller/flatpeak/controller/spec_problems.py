@@ -86,19 +86,18 @@ def _unknown_key(path: list[str], root: type[BaseModel]) -> tuple[str, str]:
     section = section_at(root, parents)
     assert section is not None, f"{path} has no section"
     where = f"section `{'.'.join(parents)}`" if parents else "the top level"
-    return (
-        f"{where} has no key `{key}`; ",
-        f"the nearest is `{_nearest(key, parents, section, root)}`",
-    )
-
-
-def _nearest(key: str, parents: list[str], section: type[BaseModel], root: type[BaseModel]) -> str:
     here = {name: ".".join([*parents, name]) for name in section.model_fields}
     anywhere = {path.rsplit(".", 1)[-1]: path for path in _leaves(root)}
-    # A likely key of the same section, else a very likely one elsewhere, else the best there is.
-    for candidates, cutoff in ((here, 0.6), (anywhere, 0.75), (here, 0.0)):
+    # A likely key of the same section, else a very likely one elsewhere, else the best there is
+    # with all that the section takes.
+    for candidates, cutoff, rest in (
+        (here, 0.6, ""),
+        (anywhere, 0.75, ""),
+        (here, 0.0, f" of {', '.join(section.model_fields)}"),
+    ):
         if match := difflib.get_close_matches(key, candidates, n=1, cutoff=cutoff):
-            return candidates[match[0]]
+            nearest = f"the nearest is `{candidates[match[0]]}`{rest}"
+            return f"{where} has no key `{key}`; ", nearest
     raise AssertionError(f"{section.__name__} has no field")
 
 
