@@ -1,0 +1,164 @@
+"""The frame around the benchmarks of a source checkout.
+
+A bench is a module `tests/benchmarks/NAME.py` with
+
+    DEFAULTS: dict[str, int | float | str | bool]
+    def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]
+
+which measures both sides in one process and returns whether they agreed, the rows, and the ratios.
+The frame parses options against DEFAULTS, adds the versions, and withholds the ratios where the
+results were not exact: a wrong answer has no speed.
+"""
+
+import difflib
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flatpeak.workers.errors import InputError
+
+BENCHES = Path("tests") / "benchmarks"
+Value = int | float | str | bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchReport:
+    bench: str
+    exact: bool
+    ratios: dict[str, float | None]
+    rows: list[dict[str, Any]]
+    config: dict[str, Value]
+    versions: dict[str, str | int | None]
+
+
+def run_bench(name: str, options: Sequence[str], *, start: Path | None = None) -> BenchReport:
+    """Run the bench `name` of the checkout around `start` (the working directory by default).
+
+    `options` are command line words like `--world 4`. Raises InputError when there is no such bench
+    or option; what the bench itself raises passes through.
+    """
+    root = find_checkout(start or Path.cwd())
+    module = load_bench(root, name)
+    config = module.DEFAULTS | parse_options(options, module.DEFAULTS)
+    with redirect_stdout(sys.stderr):  # standard output carries the report alone
+        exact, rows, ratios = module.run(dict(config))
+    return BenchReport(
+        bench=name,
+        exact=exact,
+        ratios=ratios if exact else {},
+        rows=rows,
+        config=config,
+        versions=versions(root),
+    )
+
+
+def find_checkout(start: Path) -> Path:
+    """The source checkout around `start`, else the one that this package was imported from."""
+    here, package_root = start.resolve(), Path(__file__).resolve().parents[3]
+    for folder in (here, *here.parents, package_root):
+        if (folder / BENCHES).is_dir() and (folder / "controller" / "flatpeak").is_dir():
+            return folder
+    raise InputError(
+        f"no source checkout with {BENCHES} around {start}; the benches are not part of the "
+        "installed package, so run this inside a checkout"
+    )
+
+
+def list_benches(root: Path) -> list[str]:
+    names = (path.stem for path in (root / BENCHES).glob("*.py"))
+    return sorted(name for name in names if not name.startswith(("_", "test_", "conftest")))
+
+
+def load_bench(root: Path, name: str) -> ModuleType:
+    if name not in list_benches(root):
+        raise InputError(
+            f"no bench {name!r} in {root / BENCHES}; there are: "
+            f"{', '.join(list_benches(root)) or 'none'}"
+        )
+    # Benches share the process harness with the tests.
+    tests = str(root / "tests")
+    if tests not in sys.path:
+        sys.path.insert(0, tests)
+    location = root / BENCHES / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"flatpeak_bench_{name}", location)
+    assert spec is not None, f"{location} has no loader"
+    assert spec.loader is not None, f"{location} has no loader"
+    module = importlib.util.module_from_spec(spec)
+    # Registered, because the harness ships a bench's functions to its ranks by module name.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def parse_options(options: Sequence[str], defaults: dict[str, Value]) -> dict[str, Value]:
+    """`--key value` and `--key=value` words, typed as the default of the same name."""
+    values: dict[str, Value] = {}
+    words = iter(options)
+    for word in words:
+        if not word.startswith("--"):
+            raise InputError(f"{word!r} is no option; options are {_flags(defaults)}")
+        flag, equals, text = word.partition("=")
+        key = flag.removeprefix("--").replace("-", "_")
+        if key not in defaults:
+            near = difflib.get_close_matches(key, defaults, n=1, cutoff=0.0)
+            hint = f"the nearest is --{near[0]} of " if near else "there are "
+            raise InputError(f"no option {flag}; {hint}{_flags(defaults)}")
+        if not equals:
+            text = next(words, None)
+            if text is None:
+                raise InputError(f"{flag} needs a value, like {flag} {defaults[key]}")
+        values[key] = _typed(flag, text, defaults[key])
+    return values
+
+
+def _typed(flag: str, text: str, default: Value) -> Value:
+    if isinstance(default, bool):
+        if text not in ("true", "false"):
+            raise InputError(f"{flag} {text}: should be true or false")
+        return text == "true"
+    try:
+        return type(default)(text)
+    except ValueError:
+        kind = "a whole number" if isinstance(default, int) else "a number"
+        raise InputError(f"{flag} {text}: should be {kind}, like {default}") from None
+
+
+def _flags(defaults: dict[str, Value]) -> str:
+    return ", ".join(f"--{key}" for key in defaults) or "none"
+
+
+def versions(root: Path) -> dict[str, str | int | None]:
+    """What the numbers were measured with; packages are asked without importing them."""
+    packages = ("flatpeak", "torch", "triton", "ray", "transformers")
+    return {
+        "python": platform.python_version(),
+        **{name: _version(name) for name in packages},
+        "commit": _commit(root),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit(root: Path) -> str | None:
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None  # no git here: the numbers stand without a commit
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,259 @@
+"""The `flatpeak` command: reads arguments, calls one function a command, maps errors to exits.
+
+Exit codes: 0 done; 2 bad input, with one clear message; 3 does not fit; 4 the run failed;
+130 interrupted. With `--json` every line of standard output is one JSON object, and an error is
+`{"error": {"kind", "message", "exit_code"}}` there beside the text on standard error.
+
+Torch and Ray are imported by the commands that need them, so that the others answer at once.
+"""
+
+import json
+import signal
+import sys
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from flatpeak.workers.errors import FlatpeakError, InputError, RunFailed
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="flatpeak",
+    help="Train long-context MoE models on Ray with every memory peak fixed at launch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a line on standard output.")]
+RunsDir = Annotated[Path, typer.Option(help="Directory of the run folders.")]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of a run.")]
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="Where the job file goes.")] = Path("job.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+) -> None:
+    """Write a starter job file in which every setting is explained."""
+    from flatpeak.controller.spec_file import starter_yaml
+
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(starter_yaml())
+    except FileExistsError:
+        raise InputError(f"{path} exists; --force replaces it") from None
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from None
+    print(f"wrote {path}; start it with: flatpeak train {path}")
+
+
+@app.command()
+def train(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The job file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override, like train.steps=20."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an earlier run of this name.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a job from here until it is done."""
+    from flatpeak.controller.display import display_for
+    from flatpeak.controller.spec_file import load_spec
+
+    job = load_spec(spec, [*(overrides or []), *(["resume=true"] if resume else [])])
+
+    from flatpeak.controller import launch
+
+    with (
+        _terminated_as_interrupted(),
+        display_for(steps=job.train.steps, json=as_json) as display,
+    ):
+        summary = launch.train(job, on_event=display)
+    display.summary(summary)
+
+
+@app.command()
+def status(
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="One run; all of them without.")
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Say which runs there are, whether they live and how far they are."""
+    from flatpeak.controller.runs import RunFolder, list_runs, to_json
+
+    folders = list_runs(runs_dir) if run is None else [RunFolder.open(runs_dir, run)]
+    reports = [_status_of(folder) for folder in folders]
+    if as_json:
+        for report in reports:
+            print(to_json(report))
+    elif not reports:
+        print(f"no runs in {runs_dir}")
+    else:
+        _print_table(reports)
+
+
+@app.command()
+def logs(
+    run: RunName,
+    actor: Annotated[str | None, typer.Option(help="One actor, like worker-0.")] = None,
+    tail: Annotated[int, typer.Option(min=1, help="Lines of each log.")] = 20,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Show the last lines of a run's logs."""
+    from flatpeak.controller.runs import RunFolder
+
+    folder = RunFolder.open(runs_dir, run)
+    found = {path.stem: path for path in sorted(folder.logs.glob("*.log"))}
+    if actor is not None and actor not in found:
+        raise InputError(
+            f"no log of {actor!r} in {folder.logs}; there are: {', '.join(found) or 'none'}"
+        )
+    chosen = found if actor is None else {actor: found[actor]}
+    for name, path in chosen.items():
+        if len(chosen) > 1:
+            print(f"== {name}")
+        with path.open(errors="replace") as file:
+            print(*deque(file, maxlen=tail), sep="", end="")
+    if not chosen:
+        print(f"no logs in {folder.logs}", file=sys.stderr)
+
+
+@app.command()
+def stop(
+    run: RunName,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait.")] = 60.0,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """End a run that is driven from this machine, and wait until it is gone."""
+    from flatpeak.controller.runs import RunFolder, stop_run
+
+    state = stop_run(RunFolder.open(runs_dir, run), timeout_s=timeout)
+    print(f"{run}: {state}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Module in tests/benchmarks.")],
+    as_json: Json = False,
+) -> None:
+    """Run a benchmark of a source checkout; more options are its own, like --world 4."""
+    from flatpeak.controller.bench import run_bench
+    from flatpeak.controller.runs import to_json
+
+    report = run_bench(name, context.args)
+    if as_json:
+        print(to_json(asdict(report)))
+    else:
+        _print_table(report.rows)
+        _print_table([{"ratio": key, "value": value} for key, value in report.ratios.items()])
+    if not report.exact:
+        _complain(RunFailed(f"bench {name}: the results are not exact, so it gives no ratios"))
+        raise typer.Exit(RunFailed.exit_code)
+
+
+@app.command()
+def demo() -> None:
+    """Train a small model on this machine and compare its peaks with the unbounded ones."""
+    from flatpeak.controller import demo as demonstration
+
+    demonstration.main()
+
+
+def main() -> None:
+    """The console entry."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; the only place that maps errors to codes."""
+    try:
+        app(list(arguments), prog_name="flatpeak")
+    except SystemExit as leaving:  # how typer ends, with 2 for misuse and 130 for Ctrl-C
+        return leaving.code if isinstance(leaving.code, int) else 0
+    except FlatpeakError as error:
+        if "--json" in arguments:
+            report = {"kind": type(error).__name__, "message": str(error)}
+            print(json.dumps({"error": report | {"exit_code": error.exit_code}}), flush=True)
+        _complain(error)
+        return error.exit_code
+    except Exception:
+        # A bug, not bad input: its traceback is what is needed.
+        traceback.print_exc()
+        return RunFailed.exit_code
+    return 0
+
+
+def _complain(error: FlatpeakError) -> None:
+    print(f"flatpeak: {error}", file=sys.stderr)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM (`flatpeak stop`, a batch system) unwinds the run like Ctrl-C.
+
+    Starting Ray replaces the handler by one that exits with the signal's number.
+    """
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except SystemExit as leaving:
+        if leaving.code == signal.SIGTERM:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _status_of(folder: Any) -> dict[str, Any]:
+    info, steps = folder.info, folder.steps()
+    last = steps[-1] if steps else None
+    return {
+        "run": info.run,
+        "state": str(info.seen_state),
+        "step": last.step if last else 0,
+        "steps": info.steps,
+        "loss": last.loss if last else None,
+        "tokens_per_s": last.tokens_per_s if last else None,
+        "pid": info.pid,
+        "host": info.host,
+        "folder": str(folder.path),
+        "reason": info.reason,
+    }
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if not rows:
+        return
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(*columns, box=None)
+    for row in rows:
+        table.add_row(*(Text(_cell(row.get(column))) for column in columns))
+    Console(width=None if sys.stdout.isatty() else 240).print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value).partition("\n")[0]

@@ -1,0 +1,139 @@
+"""What `flatpeak train` shows of its events: a live bar, plain lines, or JSON lines.
+
+Each display is a context manager that takes one event a call and the summary at the end.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from typing import TextIO
+
+from flatpeak.controller.runs import TOTAL, Event, RunEvent, StepRecord, Summary, to_json
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+GIB = 2**30
+
+
+class PlainDisplay(AbstractContextManager["PlainDisplay"]):
+    """One line an event, for a file or a pipe."""
+
+    def __init__(self, *, steps: int, write: Callable[[str], object]) -> None:
+        self._steps = steps
+        self._write = write
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepRecord):
+            self._write(step_line(event, steps=self._steps))
+        else:
+            self._write(event_line(event))
+
+    def summary(self, summary: Summary) -> None:
+        self._write(summary_line(summary))
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+class LiveDisplay(PlainDisplay):
+    """The same lines above a progress bar that stays at the foot of the terminal."""
+
+    def __init__(self, *, steps: int, console: Console) -> None:
+        super().__init__(steps=steps, write=self._print)
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("starting", total=steps)
+
+    def __enter__(self) -> "LiveDisplay":
+        self._progress.start()
+        return self
+
+    def __call__(self, event: Event) -> None:
+        super().__call__(event)
+        if isinstance(event, StepRecord):
+            self._progress.update(
+                self._task, completed=event.step, description=f"loss {event.loss:.4f}"
+            )
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def _print(self, line: str) -> None:
+        # A detail in brackets is no markup, and a narrow terminal breaks lines better than rich.
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class JsonDisplay(AbstractContextManager["JsonDisplay"]):
+    """One JSON object a line; `type` is step, event or summary."""
+
+    def __init__(self, *, write: Callable[[str], object]) -> None:
+        self._write = write
+
+    def __call__(self, event: Event) -> None:
+        kind = "step" if isinstance(event, StepRecord) else "event"
+        self._write(to_json({"type": kind} | asdict(event)))
+
+    def summary(self, summary: Summary) -> None:
+        self._write(to_json({"type": "summary"} | asdict(summary)))
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+Display = PlainDisplay | JsonDisplay
+
+
+def display_for(*, steps: int, json: bool, out: TextIO | None = None) -> Display:
+    """The display that suits the stream `out`, standard output by default."""
+    stream = out or sys.stdout
+
+    def write(line: str) -> None:
+        print(line, file=stream, flush=True)
+
+    if json:
+        return JsonDisplay(write=write)
+    if stream.isatty():
+        return LiveDisplay(steps=steps, console=Console(file=stream))
+    return PlainDisplay(steps=steps, write=write)
+
+
+def step_line(record: StepRecord, *, steps: int) -> str:
+    width = len(str(steps))
+    columns = [
+        f"step {record.step:>{width}}/{steps}",
+        f"loss {record.loss:.4f}",
+        f"grad {record.grad_norm:.3f}",
+        f"lr {record.lr:.2e}",
+        f"peak {memory(record.peak_bytes.get(TOTAL), record.budget_bytes)}",
+        f"{record.tokens_per_s:,.0f} tokens/s",
+        f"{record.step_seconds:.2f} s",
+    ]
+    return "  ".join(columns + ["skipped: the gradient is not finite"] * record.skipped)
+
+
+def event_line(event: RunEvent) -> str:
+    return "  ".join([event.kind, *(f"{key}={value}" for key, value in event.detail.items())])
+
+
+def summary_line(summary: Summary) -> str:
+    peak = memory(summary.peak_bytes.get(TOTAL), summary.budget_bytes)
+    return (
+        f"{summary.run}: {summary.steps} steps in {summary.seconds:.1f} s, loss "
+        f"{summary.loss:.4f}, peak {peak}, in {summary.folder}"
+    )
+
+
+def memory(peak_bytes: int | None, budget_bytes: int | None) -> str:
+    """A peak in GiB and as a share of its budget, as far as they are known."""
+    if peak_bytes is None:
+        return "-"
+    share = f" ({peak_bytes / budget_bytes:.1%})" if budget_bytes else ""
+    return f"{peak_bytes / GIB:.3f} GiB{share}"

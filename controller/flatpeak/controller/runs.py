@@ -1,0 +1,358 @@
+"""The run folder on disk: what a run writes, and how others see whether it lives.
+
+    runs_dir/RUN/
+        run.json       the driver process and the state of the run
+        spec.yaml      the resolved spec
+        steps.jsonl    one StepRecord a line
+        events.jsonl   one RunEvent a line
+        snapshots/  logs/
+
+A run is alive while the process that `run.json` names exists with the same start time: a pid alone
+may have been given to somebody else since.
+"""
+
+import json
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from flatpeak.controller.spec import Spec
+from flatpeak.controller.spec_file import dump_spec
+from flatpeak.workers.errors import InputError, SpecError, WaitTimeout
+
+TOTAL = "total"
+"""Key of `StepRecord.peak_bytes` with the peak over all components together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What one optimizer step did. `loss` and `grad_norm` are NaN where they were not finite."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_s: float
+    step_seconds: float
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    budget_bytes: int | None = None
+    skipped: bool = False
+    first_sample: int
+    last_sample: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEvent:
+    """Something that happened beside the steps: a start, a snapshot, a failure, a resize."""
+
+    kind: str
+    time: float
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+Event = StepRecord | RunEvent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a finished run came to."""
+
+    run: str
+    folder: str
+    steps: int
+    loss: float
+    seconds: float
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    budget_bytes: int | None = None
+
+
+class RunState(StrEnum):
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+    DIED = "died"
+    """Never written: the state says running, but the driver is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """The content of run.json."""
+
+    run: str
+    host: str
+    pid: int
+    process_start: str
+    state: RunState
+    address: str
+    namespace: str
+    steps: int
+    started: float
+    ended: float | None = None
+    reason: str | None = None
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the driver still runs. On another host only its own word is known."""
+        if self.state is not RunState.RUNNING:
+            return False
+        return not self.is_here or process_start(self.pid) == self.process_start
+
+    @property
+    def seen_state(self) -> RunState:
+        if self.state is RunState.RUNNING and not self.alive:
+            return RunState.DIED
+        return self.state
+
+
+class RunFolder(AbstractContextManager["RunFolder"]):
+    """One run's folder.
+
+    The driver makes it with `create` and works inside `with`, which writes the final state however
+    the run ends. Everybody else reads it through `open`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, spec: Spec, *, address: str = "", namespace: str = "") -> Self:
+        """The folder of a run that starts now, driven by this process.
+
+        With `spec.resume` the folder of an earlier run of the same name, if there is one, is gone
+        on with. Raises SpecError when that run is alive, when there is one and `resume` is off, and
+        when the folder cannot be written.
+        """
+        folder = cls(Path(spec.runs_dir).expanduser() / spec.run)
+        info = RunInfo(
+            run=spec.run,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            process_start=process_start(os.getpid()) or "",
+            state=RunState.RUNNING,
+            address=address,
+            namespace=namespace,
+            steps=spec.train.steps,
+            started=time.time(),
+        )
+        try:
+            folder._claim(spec)
+            folder._write_info(info)
+            folder._prepare(spec)
+        except OSError as error:
+            raise SpecError(
+                f"cannot write the run folder {folder.path}: {error.strerror}; "
+                "set runs_dir to a directory that you can write, like --set runs_dir=/tmp/runs"
+            ) from None
+        return folder
+
+    @classmethod
+    def open(cls, runs_dir: str | Path, run: str) -> Self:
+        """The folder of an existing run; raises InputError with the names that exist."""
+        folder = cls(Path(runs_dir).expanduser() / run)
+        if not (folder.path / "run.json").is_file():
+            names = [found.path.name for found in list_runs(runs_dir)]
+            raise InputError(
+                f"no run {run!r} in {runs_dir}; "
+                + (f"there are {', '.join(names)}" if names else "it holds no run at all")
+            )
+        return folder
+
+    @property
+    def snapshots(self) -> Path:
+        return self.path / "snapshots"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def info(self) -> RunInfo:
+        path = self.path / "run.json"
+        try:
+            data = json.loads(path.read_text())
+            return RunInfo(**data | {"state": RunState(data["state"])})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{path} is not the record of a run: {error}") from None
+
+    def record(self, event: Event) -> None:
+        """Append `event` to its file as one flushed line."""
+        name = "steps.jsonl" if isinstance(event, StepRecord) else "events.jsonl"
+        with (self.path / name).open("a") as file:
+            file.write(to_json(asdict(event)) + "\n")
+
+    def steps(self) -> list[StepRecord]:
+        """The records of the steps that count, in order.
+
+        A resumed run does the steps after its snapshot again; the later records replace the earlier
+        ones, also those it has not come to again.
+        """
+        records: list[StepRecord] = []
+        for data in _read_lines(self.path / "steps.jsonl"):
+            record = StepRecord(**_nan_for_null(data, "loss", "grad_norm"))
+            while records and records[-1].step >= record.step:
+                records.pop()
+            records.append(record)
+        return records
+
+    def events(self) -> list[RunEvent]:
+        return [RunEvent(**data) for data in _read_lines(self.path / "events.jsonl")]
+
+    def finish(self, state: RunState, *, reason: str | None = None) -> None:
+        self._write_info(replace(self.info, state=state, ended=time.time(), reason=reason))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.finish(RunState.DONE)
+        elif isinstance(error, KeyboardInterrupt | SystemExit):
+            self.finish(RunState.INTERRUPTED)
+        else:
+            self.finish(RunState.FAILED, reason=str(error) or type(error).__name__)
+
+    def _claim(self, spec: Spec) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir()  # atomic: of two drivers with one name only one gets past
+            return
+        except FileExistsError:
+            pass
+        if not (self.path / "run.json").is_file():
+            raise SpecError(
+                f"{self.path} exists and is no run folder; "
+                f"choose a free name, like --set run={self._free_name()}"
+            )
+        info = self.info
+        if info.alive:
+            where = "" if info.is_here else f" on {info.host}"
+            raise SpecError(
+                f"the run {spec.run} is going on in process {info.pid}{where}; end it with "
+                f"`flatpeak stop {spec.run}`, or choose a free name, like "
+                f"--set run={self._free_name()}"
+            )
+        if not spec.resume:
+            raise SpecError(
+                f"the run {spec.run} exists ({info.seen_state}); go on with it by --resume, or "
+                f"choose a free name, like --set run={self._free_name()}"
+            )
+
+    def _free_name(self) -> str:
+        number = 2
+        while (free := self.path.with_name(f"{self.path.name}-{number}")).exists():
+            number += 1
+        return free.name
+
+    def _prepare(self, spec: Spec) -> None:
+        (self.path / "spec.yaml").write_text(dump_spec(spec))
+        for folder in (self.snapshots, self.logs):
+            folder.mkdir(exist_ok=True)
+        for name in ("steps.jsonl", "events.jsonl"):
+            _cut_torn_line(self.path / name)
+
+    def _write_info(self, info: RunInfo) -> None:
+        # Rename, so that a reader never sees half a file.
+        new = self.path / f".run.json.{os.getpid()}"
+        new.write_text(json.dumps(asdict(info), indent=2) + "\n")
+        new.replace(self.path / "run.json")
+
+
+def list_runs(runs_dir: str | Path) -> list[RunFolder]:
+    """The run folders in `runs_dir`, by name."""
+    found = Path(runs_dir).expanduser().glob("*/run.json")
+    return [RunFolder(path.parent) for path in sorted(found)]
+
+
+def stop_run(folder: RunFolder, *, timeout_s: float) -> RunState:
+    """Ask the driver of a run on this host to stop, and wait until it is gone.
+
+    Returns the state it left. A run that had ended already is left alone. Raises InputError when
+    the driver is on another host, WaitTimeout when it does not go in time.
+    """
+    info = folder.info
+    if not info.alive:
+        return info.seen_state
+    if not info.is_here:
+        raise InputError(f"the run {info.run} is driven from {info.host}; stop it there")
+    try:
+        os.kill(info.pid, signal.SIGTERM)
+    except PermissionError:
+        raise InputError(
+            f"process {info.pid} of the run {info.run} belongs to another user; stop it as that one"
+        ) from None
+    except ProcessLookupError:
+        pass  # it went between the look and the signal
+    deadline = time.monotonic() + timeout_s
+    while process_start(info.pid) == info.process_start:
+        if time.monotonic() > deadline:
+            raise WaitTimeout(
+                f"process {info.pid} of the run {info.run} is still there {timeout_s:g} s after "
+                f"SIGTERM; wait longer with --timeout {2 * timeout_s:g}, or end it with "
+                f"`kill -9 {info.pid}`"
+            )
+        time.sleep(0.05)
+    return folder.info.seen_state
+
+
+def process_start(pid: int) -> str | None:
+    """What tells this process from all others that had its pid; None when it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name in parentheses may hold anything, so count from its end; field 22 is the start time.
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else f"{boot}/{fields[18]}"
+
+
+def to_json(data: Any) -> str:
+    """One line of strict JSON; numbers that are not finite become null."""
+    return json.dumps(_null_for_nan(data), allow_nan=False)
+
+
+def _null_for_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _null_for_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_null_for_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _nan_for_null(data: dict[str, Any], *names: str) -> dict[str, Any]:
+    return data | {name: math.nan for name in names if data[name] is None}
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    # What follows the last newline is a record that is being written, or was when its writer died.
+    *lines, _torn = path.read_text().split("\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            raise InputError(f"{path}, line {number}: not JSON: {line[:80]!r}") from None
+
+
+def _cut_torn_line(path: Path) -> None:
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)

@@ -1,0 +1,379 @@
+"""The job spec: one frozen tree with every setting of a run, its bounds and its documentation.
+
+The line under a field says what rises or falls when the field changes; `flatpeak init` writes those
+lines into the starter file. Rules that need the model are functions at the end. `spec_file` reads
+and writes YAML, `spec_problems` words what is refused. Nothing here imports torch or ray.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from flatpeak.controller.spec_problems import describe_problems
+from flatpeak.workers.errors import SpecError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Auto = Literal["auto"]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    # Strict: `steps: "20"` or `steps: yes` is a slip, not a number.
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def an_empty_section_has_its_defaults(cls, data: Any) -> Any:
+        return {} if data is None else data
+
+
+class ModelSpec(Section):
+    path: str | None = None
+    """Hugging Face directory with config.json and safetensors; give this or `config`."""
+    config: dict[str, Any] | None = None
+    """Inline Hugging Face config with `model_type`; the weights are then random."""
+    weights: Literal["auto", "random", "pretrained"] = "auto"
+    """auto loads what `path` holds; random starts afresh from the config alone."""
+
+    @model_validator(mode="after")
+    def the_model_has_one_source(self) -> "ModelSpec":
+        if (self.path is None) == (self.config is None):
+            given = "neither" if self.path is None else "both"
+            raise ValueError(
+                f"give exactly one of `path` and `config`, not {given}; "
+                "`--set model.config=null` takes one out"
+            )
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("`config` needs `model_type`, for example model_type: qwen3_moe")
+        return self
+
+    @model_validator(mode="after")
+    def pretrained_weights_come_from_a_path(self) -> "ModelSpec":
+        if self.weights == "pretrained" and self.path is None:
+            raise ValueError("weights: pretrained needs `path`; an inline `config` has none")
+        return self
+
+
+class DataSpec(Section):
+    source: str = "stdlib"
+    """stdlib is the source code of Python's library; else a file or directory of documents."""
+    tokenizer: str = "bytes"
+    """bytes is built in, one token a byte; else a Hugging Face tokenizer directory."""
+    text_column: str = "text"
+    """Column (Parquet) or key (JSONL) that holds a document's text."""
+    tokens_column: str | None = None
+    """Column with ready token ids; skips the tokenizer when given."""
+    cache_dir: str = "~/.cache/flatpeak"
+    """Holds tokenized documents; a cache that persists makes later starts faster."""
+
+
+class ScheduleSpec(Section):
+    warmup_steps: CountOrZero = 0
+    """Steps over which the learning rate rises from nothing to `lr`; more is gentler."""
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the fall from `lr` to `lr * min_lr_ratio` after the warm-up."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of `lr` that is left at the end of the decay; 1 means no decay."""
+    decay_steps: Count | None = None
+    """Step at which the decay ends; null means `train.steps`. More keeps the rate up longer."""
+
+
+class TrainSpec(Section):
+    steps: Count = 100
+    """Optimizer steps of the run."""
+    sequences_per_step: Count = 8
+    """Global batch in sequences; raises time per step, leaves per-device peaks alone."""
+    sequence_length: Count = 1024
+    """Tokens a sequence; boundaries and attention grow with it."""
+    microbatches: Count = 1
+    """Passes a step is cut into; more lowers the activations in flight, at some speed."""
+    lr: PositiveFloat = 3e-4
+    """Peak learning rate."""
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
+    """Decay of AdamW's two moments; nearer to 1 averages over more steps."""
+    eps: PositiveFloat = 1e-8
+    """Added to AdamW's denominator; more damps the update of rarely used weights."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled decay a step times lr; norms, biases and router biases are left out."""
+    schedule: ScheduleSpec = ScheduleSpec()
+    """How the learning rate moves over the steps."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this global norm; null means no clipping."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Working precision; bfloat16 halves weights and activations, masters stay float32."""
+    seed: CountOrZero = 0
+    """Fixes random weights and the order of samples."""
+    router_bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
+    """Step of the selection bias towards idle experts (DeepSeek-V3 style); 0 turns it off."""
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the load-balancing loss; null takes what the model's config asks for."""
+
+    @model_validator(mode="after")
+    def the_warmup_ends_before_the_decay(self) -> "TrainSpec":
+        end = self.schedule.decay_steps or self.steps
+        if self.schedule.decay != "constant" and self.schedule.warmup_steps > end:
+            raise ValueError(
+                f"schedule.warmup_steps = {self.schedule.warmup_steps} is past the end of the "
+                f"decay at step {end}; use at most {end}, or raise schedule.decay_steps"
+            )
+        return self
+
+
+class ClusterSpec(Section):
+    workers: Count = 1
+    """Workers (W), one a device; more lowers each one's share of weights and tokens."""
+    optimizers: Count = 1
+    """CPU actors that own the optimizer state; more shortens the update."""
+    address: str = "local"
+    """local starts a Ray on this machine; else a Ray address, or auto to find one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA when a device is there."""
+    cpus_per_worker: Count = 1
+    """Cores and threads a worker gets; matters most on device cpu."""
+    cpus_per_optimizer: Count = 1
+    """Cores and threads an optimizer actor gets; more shortens the update."""
+    shm_dir: str = "/dev/shm"
+    """Directory of the arenas; needs room for 16 bytes a parameter and the boundaries."""
+    rendezvous_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port at which the workers meet; 0 takes any free one."""
+    start_timeout_s: PositiveFloat = 120.0
+    """Longest wait for placement and start; raise it when nodes are slow to come."""
+    step_timeout_s: PositiveFloat = 1800.0
+    """Longest wait for one step; raise it above the slowest step you expect."""
+
+
+class ParallelSpec(Section):
+    sequence: Count | Auto = "auto"
+    """Ranks that share one sequence (D); more lowers tokens a rank, adds all-to-alls."""
+    expert: Count | Auto = "auto"
+    """Ranks that split the experts (E_p); more lowers expert bytes a rank."""
+    vocabulary: Count | Auto = "auto"
+    """Ranks that split the vocabulary (P); more lowers head bytes, adds ring hops."""
+
+    @property
+    def degrees(self) -> dict[str, int | Literal["auto"]]:
+        return {"sequence": self.sequence, "expert": self.expert, "vocabulary": self.vocabulary}
+
+
+class DispatchSpec(Section):
+    tokens_per_chunk: Count | Auto = "auto"
+    """Tokens whose routes travel at once; fewer lowers the dispatch peak, costs time."""
+    max_chunks: Count = 64
+    """Most chunks a layer is cut into; more allows a lower peak at long sequences."""
+    receive_rows: Count | Auto = "auto"
+    """Hard cap of rows a rank receives in a chunk; fewer bounds the peak, cuts chunks."""
+    capacity_factor: Annotated[float, Field(ge=1)] = 1.0
+    """A rank takes up to this multiple of the mean load; more migrates less, bounds worse."""
+    min_chunk: Count = 1024
+    """Fewest routes worth moving to a helper; more means fewer and larger migrations."""
+    balance_above: Annotated[float, Field(ge=1)] = 1.3
+    """Largest over mean load at which balancing starts; more leaves more imbalance."""
+    max_foreign_experts: CountOrZero = 4
+    """Foreign experts a rank may hold at once; more balances better, costs their bytes."""
+
+
+class VocabularySpec(Section):
+    token_tile: Count | Auto = "auto"
+    """Tokens of a logit strip; fewer lowers the vocabulary peak, makes smaller products."""
+    schedule: Literal["auto", "weights", "activations"] = "auto"
+    """What travels the ring; auto moves weights when a rank has more tokens than rows."""
+
+
+class BoundariesSpec(Section):
+    offload: bool = True
+    """Keep layer inputs in host memory; lowers the device peak by depth x tokens."""
+    host_budget_bytes: CountOrZero | Auto = "auto"
+    """Host bytes a rank may use for boundaries; the ones beyond stay on the device."""
+
+
+class OptimizerSpec(Section):
+    bucket_parameters: Count = 4_194_304
+    """Parameters a bucket (beta); fewer lowers staging, more amortises each transfer."""
+    slots: Count = 2
+    """Spare frames of an arena; more lets more buckets be written at once, 12 B a parameter."""
+    update_on: Literal["host"] = "host"
+    """Where AdamW runs; host means in the optimizer actors."""
+
+
+class MemorySpec(Section):
+    dispatch: DispatchSpec = DispatchSpec()
+    """Bounds of the expert dispatch."""
+    vocabulary: VocabularySpec = VocabularySpec()
+    """Bounds of the vocabulary projection and loss."""
+    boundaries: BoundariesSpec = BoundariesSpec()
+    """Where the inputs of checkpointed layers are kept."""
+    optimizer: OptimizerSpec = OptimizerSpec()
+    """Bounds of the optimizer's staging."""
+    device_budget_bytes: Count | Auto = "auto"
+    """What a worker may use of its device; auto takes what is free at launch."""
+
+
+class SnapshotsSpec(Section):
+    every_steps: CountOrZero = 0
+    """Steps between snapshots; fewer loses less to a failure. 0 writes none on the way."""
+    keep: Count = 2
+    """Newest snapshots kept on disk; each takes 12 bytes a parameter."""
+    at_end: bool = True
+    """Write one after the last step, so that the run can go on later."""
+
+
+class MetricsSpec(Section):
+    peaks: bool = True
+    """Attribute memory peaks to components; under 1 % of a step on CUDA, more on CPU."""
+
+
+class Spec(Section):
+    run: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)
+    """Name of the run and of its folder: a-z, 0-9, dot, dash and underscore."""
+    runs_dir: str = "runs"
+    """Directory of the run folders."""
+    resume: bool = False
+    """Go on from the newest snapshot of an earlier run of this name, if there is one."""
+    model: ModelSpec
+    """What is trained."""
+    data: DataSpec = DataSpec()
+    """What it is trained on."""
+    train: TrainSpec = TrainSpec()
+    """Batch, optimizer and precision: all that the loss depends on."""
+    cluster: ClusterSpec = ClusterSpec()
+    """The processes of the run and where they live."""
+    parallel: ParallelSpec = ParallelSpec()
+    """Overlapping groups of the W workers; each degree divides W."""
+    memory: MemorySpec = MemorySpec()
+    """The bound of each peak; none of these changes the loss."""
+    snapshots: SnapshotsSpec = SnapshotsSpec()
+    """When the state goes to disk."""
+    metrics: MetricsSpec = MetricsSpec()
+    """What is measured."""
+
+    @model_validator(mode="after")
+    def parallel_degrees_divide_the_workers(self) -> "Spec":
+        workers = self.cluster.workers
+        for name, degree in self.parallel.degrees.items():
+            if degree != "auto" and workers % degree:
+                raise ValueError(
+                    f"parallel.{name} = {degree} does not divide cluster.workers = {workers}; "
+                    f"use one of {divisors(workers)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def sequences_divide_over_their_ranks(self) -> "Spec":
+        degree, length = self.parallel.sequence, self.train.sequence_length
+        if degree != "auto" and length % degree:
+            raise ValueError(
+                f"train.sequence_length = {length} is no multiple of parallel.sequence = "
+                f"{degree}; use {_multiples_near(length, degree)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def steps_divide_into_equal_microbatches(self) -> "Spec":
+        if self.parallel.sequence == "auto" or self.cluster.workers % self.parallel.sequence:
+            return self
+        replicas = self.cluster.workers // self.parallel.sequence
+        unit = replicas * self.train.microbatches
+        if self.train.sequences_per_step % unit:
+            raise ValueError(
+                f"train.sequences_per_step = {self.train.sequences_per_step} is no multiple of "
+                f"{unit} = {replicas} sequence groups (cluster.workers / parallel.sequence) x "
+                f"{self.train.microbatches} train.microbatches; use "
+                f"{_multiples_near(self.train.sequences_per_step, unit)}"
+            )
+        return self
+
+
+def parse_spec(data: Any, *, source: str = "job spec") -> Spec:
+    """The spec that `data`, a tree of plain mappings, describes.
+
+    Raises SpecError with one line a problem: dotted path, value and what would be right. `source`
+    is the name the message gives to the input.
+    """
+    try:
+        return Spec.model_validate(data)
+    except ValidationError as error:
+        raise SpecError(describe_problems(error, data, Spec, source=source)) from None
+
+
+def resolve_parallel(spec: Spec, *, experts: int, heads: int) -> Spec:
+    """`spec` with every `auto` degree replaced by a number that suits the model.
+
+    `experts` and `heads` are the model's routed experts a layer and its attention heads. D becomes
+    1, E_p the largest divisor of W that is at most `experts`, P becomes W. Raises SpecError when a
+    degree that was given, or the batch under the resolved ones, does not suit.
+    """
+    workers = spec.cluster.workers
+    chosen = {
+        "sequence": 1,
+        "expert": max(degree for degree in divisors(workers) if degree <= experts),
+        "vocabulary": workers,
+    }
+    given = {name: value for name, value in spec.parallel.degrees.items() if value != "auto"}
+    resolved = parse_spec(spec.model_dump() | {"parallel": chosen | given})
+    _check_heads(resolved, heads)
+    _check_experts(resolved, experts)
+    return resolved
+
+
+def check_against_model(
+    spec: Spec,
+    *,
+    experts: int,
+    attention_heads: int,
+    vocab_size: int,
+    key_value_heads: int | None = None,
+) -> None:
+    """Raise SpecError when a degree of a resolved `spec` does not suit the model.
+
+    Names the degree, its value and the values that are legal.
+    """
+    assert "auto" not in spec.parallel.degrees.values(), "resolve_parallel comes first"
+    _check_heads(spec, attention_heads, key_value_heads)
+    _check_experts(spec, experts)
+    _check_degree(spec, "vocabulary", f"the model's {vocab_size} tokens", lambda p: p <= vocab_size)
+
+
+def _check_heads(spec: Spec, heads: int, key_value_heads: int | None = None) -> None:
+    shared = key_value_heads or heads
+
+    def suits(degree: int) -> bool:
+        # Key and value heads are repeated when there are fewer of them than ranks.
+        return heads % degree == 0 and (shared % degree == 0 or degree % shared == 0)
+
+    what = f"the model's {heads} attention heads"
+    if key_value_heads is not None:
+        what += f" and {key_value_heads} key-value heads"
+    _check_degree(spec, "sequence", what, suits)
+
+
+def _check_experts(spec: Spec, experts: int) -> None:
+    _check_degree(spec, "expert", f"the model's {experts} experts", lambda e_p: e_p <= experts)
+
+
+def _check_degree(spec: Spec, name: str, what: str, suits: Callable[[int], bool]) -> None:
+    degree = spec.parallel.degrees[name]
+    if degree == "auto" or suits(degree):
+        return
+    workers = spec.cluster.workers
+    legal = [choice for choice in divisors(workers) if suits(choice)]
+    raise SpecError(
+        f"parallel.{name} = {degree} does not suit {what}; "
+        f"with cluster.workers = {workers} use one of {legal}"
+    )
+
+
+def divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _multiples_near(number: int, unit: int) -> str:
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)

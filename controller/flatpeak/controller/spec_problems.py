@@ -1,0 +1,116 @@
+"""What a refused spec is told: one line a problem, with dotted path, value and the nearest key."""
+
+import difflib
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+
+def describe_problems(
+    error: ValidationError, data: Any, root: type[BaseModel], *, source: str
+) -> str:
+    lines: dict[str, list[str]] = {}
+    for detail in error.errors(include_url=False):
+        subject, complaint = _problem(detail, data, root)
+        complaints = lines.setdefault(subject, [])
+        if complaint not in complaints:
+            complaints.append(complaint)
+    # The branches of `int or "auto"` each complain of the same value: one line for both.
+    problems = [subject + _either(complaints) for subject, complaints in lines.items()]
+    if len(problems) == 1:
+        return f"{source}: {problems[0]}"
+    return f"{source}: {len(problems)} problems\n" + "\n".join(f"  {line}" for line in problems)
+
+
+def _either(complaints: list[str]) -> str:
+    first, *others = complaints
+    return " or ".join([first, *(other.removeprefix("should be ") for other in others)])
+
+
+def section_at(root: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
+    """The section class at a dotted path below `root`, or None where there is none."""
+    section: type[BaseModel] | None = root
+    for name in path:
+        field = section.model_fields.get(name) if section else None
+        section = _section_of(field.annotation) if field else None
+    return section
+
+
+def _problem(detail: Any, data: Any, root: type[BaseModel]) -> tuple[str, str]:
+    kind, path = detail["type"], _path(detail["loc"], data)
+    if kind == "missing":
+        path.append(str(detail["loc"][-1]))
+        return f"{'.'.join(path)}: ", "is required"
+    if kind == "extra_forbidden":
+        return _unknown_key(path, root)
+    dotted = ".".join(path)
+    if kind == "value_error":  # a rule of ours, which words itself
+        return (f"{dotted}: " if dotted else ""), str(detail["ctx"]["error"])
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{dotted or 'the job'} = {detail['input']!r}: ", "should be a section of keys"
+    if kind == "string_pattern_mismatch":
+        complaint = "should start with a-z or 0-9 and go on with a-z, 0-9, '.', '_', '-'"
+        return f"{dotted} = {detail['input']!r}: ", complaint
+    return f"{dotted} = {_value_at(data, path)!r}: ", _lower(detail["msg"])
+
+
+def _lower(message: str) -> str:
+    return message.removeprefix("Input ")[:1].lower() + message.removeprefix("Input ")[1:]
+
+
+def _path(location: tuple[int | str, ...], data: Any) -> list[str]:
+    # pydantic appends the name of the union's branch; the data says where the path ends.
+    path: list[str] = []
+    for part in location:
+        keys = data if isinstance(data, dict) else range(len(data) if _is_list(data) else 0)
+        if part not in keys:
+            break
+        data = data[part]
+        path.append(str(part))
+    return path
+
+
+def _is_list(data: Any) -> bool:
+    return isinstance(data, list | tuple)
+
+
+def _value_at(data: Any, path: list[str]) -> Any:
+    for part in path:
+        data = data[part] if isinstance(data, dict) else data[int(part)]
+    return data
+
+
+def _unknown_key(path: list[str], root: type[BaseModel]) -> tuple[str, str]:
+    *parents, key = path
+    section = section_at(root, parents)
+    assert section is not None, f"{path} has no section"
+    where = f"section `{'.'.join(parents)}`" if parents else "the top level"
+    here = {name: ".".join([*parents, name]) for name in section.model_fields}
+    anywhere = {path.rsplit(".", 1)[-1]: path for path in _leaves(root)}
+    # A likely key of the same section, else a very likely one elsewhere, else the best there is
+    # with all that the section takes.
+    for candidates, cutoff, rest in (
+        (here, 0.6, ""),
+        (anywhere, 0.75, ""),
+        (here, 0.0, f" of {', '.join(section.model_fields)}"),
+    ):
+        if match := difflib.get_close_matches(key, candidates, n=1, cutoff=cutoff):
+            nearest = f"the nearest is `{candidates[match[0]]}`{rest}"
+            return f"{where} has no key `{key}`; ", nearest
+    raise AssertionError(f"{section.__name__} has no field")
+
+
+def _leaves(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        if inner := _section_of(field.annotation):
+            yield from _leaves(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
