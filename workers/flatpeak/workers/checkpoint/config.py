@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_ACCEPTED_OLD_KEYS = ("rope_theta", "rope_scaling", "torch_dtype")
 
 
 def load_config(*, path: str | None, config: dict[str, Any] | None) -> PreTrainedConfig:
@@ -36,8 +37,9 @@ def load_config(*, path: str | None, config: dict[str, Any] | None) -> PreTraine
     if path is not None:
         return _parse(_read_json(Path(path)), source=f"{path}/config.json", error=CheckpointError)
     assert config is not None
-    _refuse_misspelt_keys(config)
-    return _parse(config, source="the model config", error=SpecError)
+    parsed = _parse(config, source="the model config", error=SpecError)
+    _refuse_misspelt_keys(config, type(parsed))
+    return parsed
 
 
 def num_experts(config: PreTrainedConfig) -> int:
@@ -109,17 +111,14 @@ def _unknown_model_type(content: dict[str, Any]) -> str:
     return f"unknown model_type {kind!r}; {hint}"
 
 
-def _refuse_misspelt_keys(config: dict[str, Any]) -> None:
+def _refuse_misspelt_keys(config: dict[str, Any], family: type[PreTrainedConfig]) -> None:
     """A configuration class keeps any key it is given, so a misspelt size would be ignored.
 
-    Published files carry keys of their own, so only a key near a real one is refused.
+    Published files carry keys of their own, so only one near a real key that is absent is refused.
     """
-    kind = str(config.get("model_type"))
-    if kind not in CONFIG_MAPPING:
-        return
-    family = CONFIG_MAPPING[kind]
-    known = {*family().to_dict(), *family.attribute_map, "rope_theta", "rope_scaling"}
-    known |= {"torch_dtype", "attn_implementation", "experts_implementation"}
+    known = {*family().to_dict(), *family.attribute_map, *_ACCEPTED_OLD_KEYS}
     for key in sorted(config.keys() - known):
-        if near := get_close_matches(key, known, n=1, cutoff=0.85):
-            raise SpecError(f"{kind} has no setting {key!r}; did you mean {near[0]!r}?")
+        if near := get_close_matches(key, known - config.keys(), n=1, cutoff=0.85):
+            raise SpecError(
+                f"{family.model_type} has no setting {key!r}; did you mean {near[0]!r}?"
+            )
