@@ -1,0 +1,134 @@
+"""Reading and refusing model configurations, and finding the parts of a model."""
+
+import json
+
+import pytest
+import torch
+from flatpeak.workers.checkpoint import (
+    attention_heads,
+    build_meta_model,
+    hidden_size,
+    kept_in_fp32,
+    kv_heads,
+    load_config,
+    moe_layers,
+    num_experts,
+    router_modules,
+    vocab_size,
+)
+from flatpeak.workers.errors import CheckpointError, SpecError
+from tiny_models import FAMILIES, tiny_config, tiny_content
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_directory_and_a_mapping_give_the_same_sizes(tmp_path, family):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_content(family)))
+    from_path = load_config(path=str(tmp_path), config=None)
+    from_mapping = load_config(path=None, config=tiny_content(family))
+    assert from_path.to_dict() == from_mapping.to_dict()
+    assert num_experts(from_path) == 4
+    assert attention_heads(from_path) == 2
+    assert kv_heads(from_path) == (2 if family == "deepseek_v3" else 1)
+    assert vocab_size(from_path) == 50
+    assert hidden_size(from_path) == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"model_type": "qwen3_mo"}, "did you mean qwen3_moe", id="misspelt family"),
+        pytest.param({"model_type": None}, "unknown model_type 'None'", id="null family"),
+        pytest.param({"hidden_size": "wide"}, "hidden_size", id="size of the wrong type"),
+        pytest.param({"rms_norm_epsi": 1e-5}, "did you mean 'rms_norm_eps'", id="misspelt key"),
+        pytest.param({"num_experts": 0}, "Qwen3MoeConfig .* not a Mixture-of", id="no experts"),
+        pytest.param({"model_type": "llama"}, "LlamaConfig .* not a Mixture-of", id="dense family"),
+        pytest.param({"model_type": "vit"}, "ViTConfig .* no causal language", id="vision family"),
+    ],
+)
+def test_a_bad_mapping_is_a_spec_error_that_says_what_to_mend(changes, message):
+    with pytest.raises(SpecError, match=message):
+        load_config(path=None, config=tiny_content("qwen3_moe", **changes))
+
+
+def test_keys_that_only_published_files_have_are_accepted():
+    content = tiny_content("mixtral", rope_theta=5e5, ep_size=1, moe_intermediate_size=16)
+    assert load_config(path=None, config=content).rope_parameters["rope_theta"] == 5e5
+
+
+def test_a_mapping_without_a_family_says_so():
+    with pytest.raises(SpecError, match="`model_type` is missing"):
+        load_config(path=None, config={"hidden_size": 16})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param(None, "holds no config.json", id="no file"),
+        pytest.param('{"model_type": ', "is not JSON", id="cut off"),
+        pytest.param("[1, 2]", "holds a list", id="not an object"),
+        pytest.param('{"model_type": "mixtrall"}', "did you mean mixtral", id="unknown family"),
+        pytest.param('{"model_type": "llama"}', "LlamaConfig", id="dense family"),
+    ],
+)
+def test_a_bad_directory_is_a_checkpoint_error_that_names_the_file(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=message) as error:
+        load_config(path=str(tmp_path), config=None)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_missing_directory_is_not_looked_for_elsewhere(tmp_path):
+    with pytest.raises(CheckpointError, match="no such directory"):
+        load_config(path=str(tmp_path / "Qwen/Qwen3-30B-A3B"), config=None)
+
+
+@pytest.mark.parametrize(
+    ("path", "config", "found"),
+    [(None, None, "neither"), ("/m", {"model_type": "mixtral"}, "both")],
+    ids=["neither", "both"],
+)
+def test_the_model_comes_from_exactly_one_place(path, config, found):
+    with pytest.raises(SpecError, match=f"exactly one .* {found} were given"):
+        load_config(path=path, config=config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_and_routers_are_found_in_layer_order_on_the_meta_device(family):
+    model = build_meta_model(tiny_config(family))
+    assert {t.device.type for t in model.state_dict().values()} == {"meta"}
+    layers = [1] if family == "deepseek_v3" else [0, 1]
+    router = "router" if family == "gpt_oss" else "gate"
+    experts, routers = moe_layers(model), router_modules(model)
+    assert [name for name, _ in experts] == [f"model.layers.{i}.mlp.experts" for i in layers]
+    assert [name for name, _ in routers] == [f"model.layers.{i}.mlp.{router}" for i in layers]
+    assert all(module is model.get_submodule(name) for name, module in experts + routers)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_meta_model_shares_embedding_and_head_only_if_tied(family, tied):
+    model = build_meta_model(tiny_config(family, tie_word_embeddings=tied))
+    shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert shared is tied
+
+
+def test_sizes_that_make_no_model_are_a_spec_error():
+    config = tiny_config("qwen3_moe", hidden_act="no_such_activation")
+    with pytest.raises(SpecError, match=r"cannot be built: .*no_such_activation"):
+        build_meta_model(config)
+
+
+def test_a_model_whose_layers_are_all_dense_is_refused():
+    with pytest.raises(SpecError, match="none of them has routed experts"):
+        build_meta_model(tiny_config("qwen3_moe", mlp_only_layers=[0, 1]))
+
+
+def test_deepseek_keeps_its_router_in_fp32_and_gpt_oss_its_norms_only_beside_fp16():
+    deepseek = build_meta_model(tiny_config("deepseek_v3"))
+    router = "model.layers.1.mlp.gate"
+    assert kept_in_fp32(deepseek) == {f"{router}.weight", f"{router}.e_score_correction_bias"}
+    gpt_oss = build_meta_model(tiny_config("gpt_oss"))
+    assert kept_in_fp32(gpt_oss) == set()
+    assert "model.norm.weight" in kept_in_fp32(gpt_oss, torch.float16)
+    assert kept_in_fp32(build_meta_model(tiny_config("mixtral"))) == set()
