@@ -305,6 +305,17 @@ def test_resolving_checks_the_batch_that_auto_had_put_off():
 
 
 @pytest.mark.parametrize(
+    ("degrees", "problem"),
+    [({"sequence": 4}, "6 attention heads"), ({"expert": 4}, "3 experts")],
+    ids=["heads", "experts"],
+)
+def test_resolving_refuses_a_chosen_degree_that_does_not_suit_the_model(degrees, problem):
+    spec = parse_spec(SMALLEST | {"cluster": {"workers": 4}, "parallel": degrees})
+    with pytest.raises(SpecError, match=f"does not suit the model's {problem}; .* one of"):
+        resolve_parallel(spec, experts=3, heads=6)
+
+
+@pytest.mark.parametrize(
     ("parallel", "model", "message"),
     [
         (
