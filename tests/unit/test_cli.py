@@ -115,14 +115,14 @@ def test_no_command_imports_torch_ray_or_triton_before_it_needs_them():
 
 
 def test_help_answers_at_once(tmp_path):
-    best = 60.0
-    for _ in range(3):  # the least of three, because other processes share the machine
-        start = time.perf_counter()
-        done = flatpeak("--help", cwd=tmp_path)
-        best = min(best, time.perf_counter() - start)
+    # Processor time, because a busy machine says nothing about the command.
+    before = os.times()
+    done = flatpeak("--help", cwd=tmp_path)
+    after = os.times()
+    seconds = sum(after[2:4]) - sum(before[2:4])
     assert done.returncode == 0
     assert all(name in done.stdout for name in ("init", "train", "status", "logs", "stop", "bench"))
-    assert best < 1.5
+    assert seconds < 1.0
 
 
 @pytest.mark.parametrize(
