@@ -182,6 +182,8 @@ def run_command(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; the only place that maps errors to codes."""
     try:
         app(list(arguments), prog_name="flatpeak")
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except SystemExit as leaving:  # how typer ends, with 2 for misuse and 130 for Ctrl-C
         return leaving.code if isinstance(leaving.code, int) else 0
     except FlatpeakError as error:

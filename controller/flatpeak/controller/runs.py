@@ -242,17 +242,25 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             )
         info = self.info
         if info.alive:
-            where = "" if info.is_here else f" on {info.host}"
-            raise SpecError(
-                f"the run {spec.run} is going on in process {info.pid}{where}; end it with "
-                f"`flatpeak stop {spec.run}`, or choose a free name, like "
-                f"--set run={self._free_name()}"
-            )
+            raise SpecError(self._going_on(info))
         if not spec.resume:
             raise SpecError(
                 f"the run {spec.run} exists ({info.seen_state}); go on with it by --resume, or "
                 f"choose a free name, like --set run={self._free_name()}"
             )
+
+    def _going_on(self, info: RunInfo) -> str:
+        stop = f"end it with `flatpeak stop {info.run}`"
+        if info.is_here:
+            process = f"process {info.pid}"
+        else:
+            process = f"process {info.pid} on {info.host}"
+            file = self.path / "run.json"
+            stop += f' there (if that machine is gone, set "state": "failed" in {file})'
+        return (
+            f"the run {info.run} is going on in {process}; {stop}, or choose a free name, like "
+            f"--set run={self._free_name()}"
+        )
 
     def _free_name(self) -> str:
         number = 2

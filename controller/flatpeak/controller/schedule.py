@@ -13,14 +13,11 @@ def lr(step: int, *, train: TrainSpec) -> float:
     """
     assert step >= 1, f"step {step}: steps count from 1"
     schedule = train.schedule
-    if step < schedule.warmup_steps:
+    if step <= schedule.warmup_steps:
         return train.lr * step / schedule.warmup_steps
     if schedule.decay == "constant":
         return train.lr
     end = schedule.decay_steps or train.steps
-    if step >= end and step > schedule.warmup_steps:
-        return train.lr * schedule.min_lr_ratio
-    # The guard above leaves 0 only where the warm-up's last step is the decay's end.
-    progress = (step - schedule.warmup_steps) / max(1, end - schedule.warmup_steps)
+    progress = min(1.0, (step - schedule.warmup_steps) / max(1, end - schedule.warmup_steps))
     left = 1 - progress if schedule.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return train.lr * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * left)

@@ -1,0 +1,360 @@
+"""The job spec: what it takes, what it refuses and in which words."""
+
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from flatpeak.controller.spec import Spec, check_against_model, parse_spec, resolve_parallel
+from flatpeak.controller.spec_file import STARTER_VALUES, dump_spec, load_spec, starter_yaml
+from flatpeak.workers.errors import SpecError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+SMALLEST = {"run": "a", "model": {"path": "/models/x"}}
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "job.yaml"
+    path.write_text(text)
+    return path
+
+
+def with_overrides(folder: Path, *overrides: str) -> Spec:
+    return load_spec(written(folder, starter_yaml()), overrides)
+
+
+def refusal(folder: Path, *overrides: str) -> str:
+    with pytest.raises(SpecError) as caught:
+        with_overrides(folder, *overrides)
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+def sections(root: type[BaseModel]) -> list[type[BaseModel]]:
+    inner = [
+        candidate
+        for field in root.model_fields.values()
+        for candidate in (field.annotation, *typing.get_args(field.annotation))
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel)
+    ]
+    return [root, *(section for child in inner for section in sections(child))]
+
+
+@pytest.mark.parametrize("section", sections(Spec), ids=lambda section: section.__name__)
+def test_every_field_says_what_it_does_in_one_line(section):
+    for name, field in section.model_fields.items():
+        assert field.description, f"{section.__name__}.{name} has no line under it"
+        assert "\n" not in field.description
+
+
+def test_the_tree_is_frozen():
+    spec = parse_spec(SMALLEST)
+    with pytest.raises(ValueError, match="frozen"):
+        spec.train.steps = 3  # pyright: ignore
+
+
+def test_the_smallest_spec_has_defaults_for_the_rest():
+    assert parse_spec(SMALLEST).train.steps == 100
+
+
+def test_the_starter_validates_and_differs_from_the_defaults_only_where_it_says(tmp_path):
+    spec = with_overrides(tmp_path)
+    plain = parse_spec({"run": "my-run", "model": {"config": spec.model.config}})
+    changed = {path for path in leaves(spec.model_dump()) if at(spec, path) != at(plain, path)}
+    assert changed <= set(STARTER_VALUES)
+    assert spec.model.config == STARTER_VALUES["model.config"]
+
+
+def test_the_starter_names_every_key(tmp_path):
+    assert set(leaves(yaml.safe_load(starter_yaml()))) == set(leaves(with_overrides(tmp_path)))
+
+
+def leaves(tree: Any, prefix: str = "") -> list[str]:
+    tree = tree.model_dump() if isinstance(tree, BaseModel) else tree
+    paths = []
+    for name, value in tree.items():
+        inner = isinstance(value, dict) and name != "config"
+        paths += leaves(value, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+    return paths
+
+
+def at(spec: Spec, path: str) -> Any:
+    value: Any = spec
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def test_a_written_spec_reads_back_equal(tmp_path):
+    spec = with_overrides(tmp_path, "train.lr=1e-4", "train.betas=[0.8, 0.99]", "run=ohm")
+    spec = spec.model_copy(update={"runs_dir": "/tmp/Läufe #1: neu"})
+    assert load_spec(written(tmp_path, dump_spec(spec))) == spec
+
+
+def test_an_empty_section_has_its_defaults(tmp_path):
+    text = "run: a\nmodel: {path: x}\nmemory:\n  dispatch:\ntrain:\n"
+    assert load_spec(written(tmp_path, text)) == parse_spec({"run": "a", "model": {"path": "x"}})
+
+
+def test_a_number_with_an_exponent_needs_no_dot(tmp_path):
+    assert with_overrides(tmp_path, "train.lr=1e-4").train.lr == 1e-4
+    assert with_overrides(tmp_path, "train.eps=2E-10").train.eps == 2e-10
+
+
+def test_overrides_apply_in_order_and_below_absent_sections(tmp_path):
+    path = written(tmp_path, "run: a\nmodel: {path: x}\n")
+    spec = load_spec(path, ["memory.dispatch.max_chunks=3", "memory.dispatch.max_chunks=5"])
+    assert spec.memory.dispatch.max_chunks == 5
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.integers(1, 10**9),
+    lr=st.floats(1e-12, 1.0),
+    offload=st.booleans(),
+    budget=st.one_of(st.just("auto"), st.integers(0, 2**50)),
+    name=st.from_regex(r"[a-z][a-z0-9._-]{0,20}", fullmatch=True).filter(
+        lambda name: isinstance(yaml.safe_load(name), str)
+    ),
+    hidden=st.integers(1, 10**6),
+)
+def test_any_legal_override_arrives_as_the_value_that_was_written(
+    tmp_path_factory, steps, lr, offload, budget, name, hidden
+):
+    spec = with_overrides(
+        tmp_path_factory.getbasetemp(),
+        f"train.steps={steps}",
+        f"train.lr={lr!r}",
+        f"memory.boundaries.offload={str(offload).lower()}",
+        f"memory.boundaries.host_budget_bytes={budget}",
+        f"run={name}",
+        f"model.config.hidden_size={hidden}",
+    )
+    assert (spec.train.steps, spec.train.lr, spec.run) == (steps, lr, name)
+    assert spec.memory.boundaries.offload is offload
+    assert spec.memory.boundaries.host_budget_bytes == budget
+    assert spec.model.config is not None
+    assert spec.model.config["hidden_size"] == hidden
+    assert parse_spec(yaml.safe_load(dump_spec(spec))) == spec
+
+
+REFUSALS = {
+    "unknown key": (
+        ["memory.dispatch.tokens_chunk=3"],
+        "job.yaml: section `memory.dispatch` has no key `tokens_chunk`; "
+        "the nearest is `memory.dispatch.tokens_per_chunk`",
+    ),
+    "unknown key of another section": (
+        ["num_workers=3"],
+        "job.yaml: the top level has no key `num_workers`; the nearest is `cluster.workers`",
+    ),
+    "unknown key like no other": (
+        ["gradient_checkpoint=true"],
+        "job.yaml: the top level has no key `gradient_checkpoint`; the nearest is `train` of run, "
+        "runs_dir, resume, model, data, train, cluster, parallel, memory, snapshots, metrics",
+    ),
+    "wrong type": (
+        ["train.steps=many"],
+        "job.yaml: train.steps = 'many': should be a valid integer",
+    ),
+    "quoted number": (
+        ["train.steps='20'"],
+        "job.yaml: train.steps = '20': should be a valid integer",
+    ),
+    "out of bounds": (
+        ["train.steps=0"],
+        "job.yaml: train.steps = 0: should be greater than or equal to 1",
+    ),
+    "neither number nor auto": (
+        ["parallel.sequence=most"],
+        "job.yaml: parallel.sequence = 'most': should be a valid integer or 'auto'",
+    ),
+    "infinite": (["train.lr=.inf"], "job.yaml: train.lr = inf: should be a finite number"),
+    "unknown choice": (
+        ["train.dtype=fp8"],
+        "job.yaml: train.dtype = 'fp8': should be 'float32' or 'bfloat16'",
+    ),
+    "value for a section": (["train=3"], "job.yaml: train = 3: should be a section of keys"),
+    "bad name": (
+        ["run=My run"],
+        "job.yaml: run = 'My run': should start with a-z or 0-9 and go on with "
+        "a-z, 0-9, '.', '_', '-'",
+    ),
+    "two problems": (
+        ["train.steps=0", "train.betas=[0.9, 'x']"],
+        "job.yaml: 2 problems\n"
+        "  train.steps = 0: should be greater than or equal to 1\n"
+        "  train.betas.1 = 'x': should be a valid number",
+    ),
+    "two models": (
+        ["model.path=/x"],
+        "job.yaml: model: give exactly one of `path` and `config`, not both; "
+        "`--set model.config=null` takes one out",
+    ),
+    "no model": (
+        ["model.config=null"],
+        "job.yaml: model: give exactly one of `path` and `config`, not neither; "
+        "`--set model.config=null` takes one out",
+    ),
+    "no model type": (
+        ["model.config={}"],
+        "job.yaml: model: `config` needs `model_type`, for example model_type: qwen3_moe",
+    ),
+    "pretrained from nowhere": (
+        ["model.weights=pretrained"],
+        "job.yaml: model: weights: pretrained needs `path`; an inline `config` has none",
+    ),
+    "warm-up past the end": (
+        ["train.schedule.warmup_steps=30"],
+        "job.yaml: train: schedule.warmup_steps = 30 is past the end of the decay at step 20; "
+        "use at most 20, or raise schedule.decay_steps",
+    ),
+    "degree": (
+        ["cluster.workers=6", "parallel.expert=4"],
+        "job.yaml: parallel.expert = 4 does not divide cluster.workers = 6; "
+        "use one of [1, 2, 3, 6]",
+    ),
+    "sequence": (
+        ["parallel.sequence=2", "train.sequence_length=1001"],
+        "job.yaml: train.sequence_length = 1001 is no multiple of parallel.sequence = 2; "
+        "use 1000 or 1002",
+    ),
+    "batch": (
+        ["parallel.sequence=1", "train.microbatches=3", "train.sequences_per_step=8"],
+        "job.yaml: train.sequences_per_step = 8 is no multiple of 6 = 2 sequence groups "
+        "(cluster.workers / parallel.sequence) x 3 train.microbatches; use 6 or 12",
+    ),
+    "no assignment": (
+        ["train.steps"],
+        "--set 'train.steps' is no assignment; write it like --set train.steps=20",
+    ),
+    "below a value": (
+        ["train.steps.x=1"],
+        "--set 'train.steps.x=1' goes below 20, which is a value, not a section",
+    ),
+    "override that is not YAML": (
+        ["train.steps=[1"],
+        "--set 'train.steps=[1' is not valid YAML (line 1, column 3): "
+        "expected ',' or ']', but got '<stream end>'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_refusal_names_the_problem_and_the_way_out(tmp_path, case):
+    overrides, message = REFUSALS[case]
+    assert refusal(tmp_path, *overrides) == message
+
+
+def test_a_missing_key_is_named(tmp_path):
+    with pytest.raises(SpecError, match=r"job.yaml: run: is required$"):
+        load_spec(written(tmp_path, "model: {path: x}"))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(SpecError, match=r"nofile.yaml: No such file.*flatpeak init"):
+        load_spec(tmp_path / "nofile.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: [", "not valid YAML"),
+        ("run: a\nrun: b\n", "the key `run` is given twice"),
+        ("- 1\n- 2\n", "should be a section of keys"),
+        ("just words", "should be a section of keys"),
+        ("", "run: is required"),
+    ],
+    ids=["broken", "repeated key", "list", "string", "empty"],
+)
+def test_a_file_that_is_no_job_is_refused(tmp_path, text, message):
+    with pytest.raises(SpecError, match=message):
+        load_spec(written(tmp_path, text))
+
+
+def test_a_binary_file_is_refused(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SpecError, match="not UTF-8 text"):
+        load_spec(path)
+
+
+@pytest.mark.parametrize(
+    ("workers", "experts", "expected"), [(1, 8, 1), (4, 8, 4), (6, 4, 3), (8, 3, 2)]
+)
+def test_auto_takes_the_largest_expert_degree_that_the_model_allows(workers, experts, expected):
+    spec = parse_spec(
+        SMALLEST | {"cluster": {"workers": workers}, "train": {"sequences_per_step": 24}}
+    )
+    parallel = resolve_parallel(spec, experts=experts, heads=8).parallel
+    assert (parallel.sequence, parallel.expert, parallel.vocabulary) == (1, expected, workers)
+
+
+def test_resolving_keeps_what_the_job_chose():
+    chosen = {"sequence": 2, "expert": 1, "vocabulary": 2}
+    spec = parse_spec(SMALLEST | {"cluster": {"workers": 4}, "parallel": chosen})
+    assert resolve_parallel(spec, experts=8, heads=8) == spec
+
+
+def test_resolving_checks_the_batch_that_auto_had_put_off():
+    spec = parse_spec(SMALLEST | {"cluster": {"workers": 3}})
+    with pytest.raises(SpecError, match=r"sequences_per_step = 8 .* use 6 or 9"):
+        resolve_parallel(spec, experts=8, heads=8)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "problem"),
+    [({"sequence": 4}, "6 attention heads"), ({"expert": 4}, "3 experts")],
+    ids=["heads", "experts"],
+)
+def test_resolving_refuses_a_chosen_degree_that_does_not_suit_the_model(degrees, problem):
+    spec = parse_spec(SMALLEST | {"cluster": {"workers": 4}, "parallel": degrees})
+    with pytest.raises(SpecError, match=f"does not suit the model's {problem}; .* one of"):
+        resolve_parallel(spec, experts=3, heads=6)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model", "message"),
+    [
+        (
+            {"sequence": 4},
+            {"attention_heads": 6},
+            "parallel.sequence = 4 does not suit the model's 6 attention heads; "
+            "with cluster.workers = 4 use one of [1, 2]",
+        ),
+        (
+            {"sequence": 4},
+            {"attention_heads": 12, "key_value_heads": 6},
+            "parallel.sequence = 4 does not suit the model's 12 attention heads and "
+            "6 key-value heads; with cluster.workers = 4 use one of [1, 2]",
+        ),
+        (
+            {"expert": 4},
+            {"experts": 3},
+            "parallel.expert = 4 does not suit the model's 3 experts; "
+            "with cluster.workers = 4 use one of [1, 2]",
+        ),
+        (
+            {"vocabulary": 4},
+            {"vocab_size": 3},
+            "parallel.vocabulary = 4 does not suit the model's 3 tokens; "
+            "with cluster.workers = 4 use one of [1, 2]",
+        ),
+    ],
+    ids=["heads", "key-value heads", "experts", "vocabulary"],
+)
+def test_a_degree_that_does_not_suit_the_model_is_refused(parallel, model, message):
+    degrees = {"sequence": 1, "expert": 1, "vocabulary": 1} | parallel
+    spec = parse_spec(SMALLEST | {"cluster": {"workers": 4}, "parallel": degrees})
+    shape = {"experts": 8, "attention_heads": 8, "vocab_size": 512} | model
+    with pytest.raises(SpecError) as caught:
+        check_against_model(spec, **shape)
+    assert str(caught.value) == message
+
+
+def test_key_value_heads_may_be_fewer_than_the_ranks_that_share_a_sequence():
+    degrees = {"sequence": 4, "expert": 1, "vocabulary": 4}
+    spec = parse_spec(SMALLEST | {"cluster": {"workers": 4}, "parallel": degrees})
+    check_against_model(spec, experts=8, attention_heads=8, key_value_heads=2, vocab_size=512)
