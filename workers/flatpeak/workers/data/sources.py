@@ -310,8 +310,8 @@ def _require_type(path: Path, field: pa.Field, is_text: bool) -> None:
 def _nonempty(batch: pa.Array, is_text: bool) -> pa.Array:
     if types.is_dictionary(batch.type):
         batch = batch.dictionary_decode()
-    batch = batch.drop_null()
-    documents = batch.cast(pa.large_binary() if is_text else pa.large_list(pa.int64()))
+    # Cast first: Arrow cannot filter every type of string.
+    documents = batch.cast(pa.large_binary() if is_text else pa.large_list(pa.int64())).drop_null()
     return documents.filter(pa.array(np.diff(document_bounds(documents)) > 0))
 
 
