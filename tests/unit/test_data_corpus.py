@@ -1,5 +1,6 @@
 """The cache of tokenised corpora: reuse, atomicity, and doing without."""
 
+import fcntl
 import logging
 import os
 import signal
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flatpeak.workers.data import corpus as corpus_module
 from flatpeak.workers.data import open_samples
 from flatpeak.workers.data.corpus import Corpus, open_corpus
+from flatpeak.workers.errors import WaitTimeout
 from ranks import run_ranks
 
 DOCUMENTS = ([1, 2, 3], [4], [70_000, 6])
@@ -52,7 +55,7 @@ def test_any_number_of_tokens_of_either_width_survives_the_file(tmp_path, dtype,
 @pytest.mark.parametrize("kept", [0, 10, 47, 48, 60, -1], ids=lambda n: f"{n}-bytes")
 def test_a_cut_off_cache_file_is_made_again(tmp_path, kept):
     open_corpus("name", batches, cache_dir=tmp_path)
-    path = tmp_path / "name.tokens"
+    path = tmp_path / ".name.tokens"
     path.write_bytes(path.read_bytes()[:kept])
     assert contents(open_corpus("name", batches, cache_dir=tmp_path)) == EXPECTED
     assert contents(open_corpus("name", no_batches, cache_dir=tmp_path)) == EXPECTED
@@ -73,7 +76,7 @@ def test_a_failed_tokenisation_leaves_neither_a_cache_file_nor_a_temporary_one(t
 
     with pytest.raises(ValueError, match="bad document"):
         open_corpus("name", failing, cache_dir=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["name.lock"]
+    assert [path.name for path in tmp_path.iterdir()] == [".name.lock"]
     assert contents(open_corpus("name", batches, cache_dir=tmp_path)) == EXPECTED
 
 
@@ -95,9 +98,9 @@ def test_a_process_killed_while_it_writes_leaves_nothing_that_is_read(tmp_path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", _KILLED_WHILE_WRITING, str(tmp_path)]
     assert subprocess.run(command, env=env, check=False).returncode == -signal.SIGKILL
-    assert len(list(tmp_path.glob("name.*.tmp"))) == 1
+    assert len(list(tmp_path.glob(".name.*.tmp"))) == 1
     assert contents(open_corpus("name", batches, cache_dir=tmp_path)) == EXPECTED
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["name.lock", "name.tokens"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".name.lock", ".name.tokens"]
 
 
 def test_processes_that_start_at_once_tokenise_once_and_agree(tmp_path):
@@ -116,6 +119,24 @@ def test_processes_that_start_at_once_tokenise_once_and_agree(tmp_path):
     assert run_ranks(3, open_together, tmp_path) == [EXPECTED] * 3
     assert len(list(tmp_path.glob("tokenised-by-*"))) == 1
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_waiting_for_another_process_ends_and_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "_WAIT_S", 0.1)
+    with (tmp_path / ".name.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("4321")
+        lock.flush()
+        with pytest.raises(WaitTimeout, match=r"process 4321 .*data\.cache_dir"):
+            open_corpus("name", batches, cache_dir=tmp_path)
+    assert contents(open_corpus("name", batches, cache_dir=tmp_path)) == EXPECTED
+
+
+def test_a_cache_inside_the_directory_of_documents_is_not_part_of_the_corpus(tmp_path):
+    (tmp_path / "a.txt").write_text("abcd")
+    for _ in range(3):
+        assert open_text(tmp_path, tmp_path).documents_total == 1
+    assert len(list(tmp_path.glob("*.tokens"))) == 1
 
 
 def open_text(folder: Path, cache: Path, **options):

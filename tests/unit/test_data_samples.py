@@ -98,6 +98,21 @@ def test_documents_of_seven_and_three_share_a_sequence_of_ten():
     assert sample.targets.tolist() == [1, 2, 3, 4, 5, 6, -100, 8, 9, -100]
 
 
+def test_five_documents_packed_into_one_sequence_stay_apart():
+    sample = samples_of([3, 1, 4, 2, 6], 12).sample(0)
+    assert sample.boundaries == (0, 3, 4, 8, 10, 12)
+    assert sample.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 0, 1, 0, 1]
+    assert sample.targets.tolist() == [1, 2, -100, -100, 5, 6, 7, -100, 9, -100, 11, 12]
+
+
+def test_a_document_that_goes_on_in_the_next_window_starts_anew_there():
+    samples = samples_of([10], 5)
+    windows = sorted((samples.sample(i) for i in range(2)), key=lambda each: each.inputs[0])
+    assert [window.positions.tolist() for window in windows] == [[0, 1, 2, 3, 4]] * 2
+    assert windows[0].targets.tolist() == [1, 2, 3, 4, 5]
+    assert windows[1].targets.tolist() == [6, 7, 8, 9, NO_TARGET]
+
+
 def test_epochs_hold_the_same_windows_in_different_order():
     samples = samples_of([13] * 40, 5)
     size = samples.samples_per_epoch

@@ -1,7 +1,7 @@
 """Every format, and everything a user can get wrong about one."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def documents_of(samples: Samples) -> list[list[int]]:
     return [piece.tolist() for piece in np.split(corpus.tokens, corpus.offsets[1:-1])]
 
 
-def as_bytes(texts: list[str | None]) -> list[list[int]]:
+def as_bytes(texts: Sequence[str | None]) -> list[list[int]]:
     return [[*text.encode(), 256] for text in texts if text]
 
 

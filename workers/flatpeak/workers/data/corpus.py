@@ -3,7 +3,8 @@
 The file is tokens | padding to 8 bytes | offsets (int64) | footer. The footer comes last, and the
 file gets its name only when it is whole and on disk, so that a file with that name and a fitting
 footer is complete. Processes that start at once take turns: the first one tokenises, the others
-find its file. The files of a cache directory may be deleted at any time.
+find its file. The files may be deleted at any time. Their names start with a dot, so that a cache
+directory inside a directory of documents does not become part of the corpus.
 """
 
 import fcntl
@@ -48,13 +49,13 @@ def open_corpus(name: str, batches: Callable[[], Batches], *, cache_dir: Path) -
 
     A cache directory that cannot be written costs a warning, and the corpus is held in memory.
     """
-    path = cache_dir / f"{name}.tokens"
+    path = cache_dir / f".{name}.tokens"
     corpus = _map(path)
     if corpus is not None:
         return corpus
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _turn(cache_dir / f"{name}.lock"):
+        with _turn(cache_dir / f".{name}.lock"):
             return _map(path) or _make(path, batches())
     except WaitTimeout:  # an OSError too, but no reason for every process to tokenise on its own
         raise

@@ -191,7 +191,9 @@ def _relative(path: Path, root: Path) -> str:
 def _read_text(path: Path, *, skip_binary: bool) -> Iterator[pa.Array]:
     content = path.read_bytes()
     if b"\0" not in content[:_SNIFF_BYTES]:
-        yield pa.array([content], pa.large_binary())
+        bounds = pa.py_buffer(np.array([0, len(content)], np.int64))
+        # Not pa.array, which copies what may be a large file.
+        yield pa.Array.from_buffers(pa.large_binary(), 1, [None, bounds, pa.py_buffer(content)])
     elif not skip_binary:
         raise DataError(
             f"data.source: {path} is not text (a zero byte in its first {_SNIFF_BYTES} bytes);"
@@ -312,7 +314,8 @@ def _nonempty(batch: pa.Array, is_text: bool) -> pa.Array:
         batch = batch.dictionary_decode()
     # Cast first: Arrow cannot filter every type of string.
     documents = batch.cast(pa.large_binary() if is_text else pa.large_list(pa.int64())).drop_null()
-    return documents.filter(pa.array(np.diff(document_bounds(documents)) > 0))
+    is_filled = np.diff(document_bounds(documents)) > 0
+    return documents if is_filled.all() else documents.filter(pa.array(is_filled))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ document ends with the end-of-document id, which its last token predicts.
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -71,9 +71,7 @@ class HuggingFaceTokenizer:
         return [str(self._path), listing(self._path, tuple(files))]
 
     def encode(self, documents: pa.LargeBinaryArray, origin: Path) -> tuple[np.ndarray, np.ndarray]:
-        tokenizer = self._loaded = self._loaded or _load(self._path)
-        dtype = np.uint16 if max(tokenizer.get_vocab().values()) < 1 << 16 else np.uint32
-        end = tokenizer.eos_token_id
+        tokenizer, end, dtype = self._loaded = self._loaded or _load(self._path)
         try:
             texts = documents.cast(pa.large_string()).to_pylist()
         except pa.ArrowInvalid as error:
@@ -90,7 +88,8 @@ class HuggingFaceTokenizer:
         return np.concatenate(pieces or [np.empty(0, dtype)]), lengths
 
 
-def _load(path: Path):
+def _load(path: Path) -> tuple[Any, int, type[np.unsignedinteger]]:
+    """(tokenizer, its eos id, the narrowest type that holds its ids)."""
     # Takes seconds, and a cached corpus needs no tokenizer.
     from transformers import AutoTokenizer
 
@@ -108,7 +107,8 @@ def _load(path: Path):
             f"data.tokenizer: {path} names no eos token, which separates documents; set eos_token"
             " in its tokenizer_config.json"
         )
-    return tokenizer
+    largest_id = max(tokenizer.get_vocab().values())
+    return tokenizer, tokenizer.eos_token_id, np.uint16 if largest_id < 1 << 16 else np.uint32
 
 
 def _first_line(error: Exception) -> str:
