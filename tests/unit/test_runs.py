@@ -83,16 +83,24 @@ def driven_by(folder: RunFolder, process: subprocess.Popen) -> None:
 
 def test_a_new_folder_holds_the_spec_and_the_driver(tmp_path):
     spec = job(tmp_path / "runs" / "deep")
-    folder = RunFolder.create(spec, address="127.0.0.1:6379", namespace="flatpeak-small")
+    folder = RunFolder.create(spec)
     assert sorted(path.name for path in folder.path.iterdir()) == [
         *("events.jsonl", "logs", "run.json", "snapshots", "spec.yaml", "steps.jsonl")
     ]
     assert load_spec(folder.path / "spec.yaml") == spec
     info = folder.info
     assert (info.pid, info.host, info.steps) == (os.getpid(), socket.gethostname(), 100)
-    assert (info.address, info.namespace) == ("127.0.0.1:6379", "flatpeak-small")
     assert info.alive
     assert info.seen_state is RunState.RUNNING
+
+
+def test_the_cluster_is_noted_beside_the_driver(tmp_path):
+    folder = RunFolder.create(job(tmp_path))
+    before = folder.info
+    folder.set_cluster(address="127.0.0.1:6379", namespace="flatpeak-small")
+    after = folder.info
+    assert (after.address, after.namespace) == ("127.0.0.1:6379", "flatpeak-small")
+    assert (after.pid, after.started, after.state) == (before.pid, before.started, before.state)
 
 
 def test_records_come_back_as_they_were_written(tmp_path):

@@ -94,10 +94,10 @@ class RunInfo:
     pid: int
     process_start: str
     state: RunState
-    address: str
-    namespace: str
     steps: int
     started: float
+    address: str | None = None
+    namespace: str | None = None
     ended: float | None = None
     reason: str | None = None
 
@@ -130,8 +130,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.path = path
 
     @classmethod
-    def create(cls, spec: Spec, *, address: str = "", namespace: str = "") -> Self:
-        """The folder of a run that starts now, driven by this process.
+    def create(cls, spec: Spec) -> Self:
+        """The folder of a run that starts now, driven by this process, with `spec` as resolved.
 
         With `spec.resume` the folder of an earlier run of the same name, if there is one, is gone
         on with. Raises SpecError when that run is alive, when there is one and `resume` is off, and
@@ -144,8 +144,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             pid=os.getpid(),
             process_start=process_start(os.getpid()) or "",
             state=RunState.RUNNING,
-            address=address,
-            namespace=namespace,
             steps=spec.train.steps,
             started=time.time(),
         )
@@ -211,6 +209,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def events(self) -> list[RunEvent]:
         return [RunEvent(**data) for data in _read_lines(self.path / "events.jsonl")]
+
+    def set_cluster(self, *, address: str, namespace: str) -> None:
+        """Note the Ray cluster that the run uses, once it is up."""
+        self._write_info(replace(self.info, address=address, namespace=namespace))
 
     def finish(self, state: RunState, *, reason: str | None = None) -> None:
         self._write_info(replace(self.info, state=state, ended=time.time(), reason=reason))
