@@ -1,0 +1,489 @@
+"""Arenas: named files in shared memory that hold buckets and the boundaries' slab of one actor.
+
+A bucket owns a gradient region and points at one frame (master, two moments, working weights).
+There are more frames than buckets. A new version is written to a free frame and becomes visible
+by one aligned 8-byte store of (version, frame), so that a half-written bucket never exists,
+whatever dies when. Frame and pointer live in the file and outlive every process.
+
+File: header (magic, format, checksum, run, layout as JSON), a word a bucket, a word a frame (the
+updates that made it), frames, gradient regions, slab. Frames have the size of the largest bucket
+among those they serve; buckets of less than half of that size have smaller frames of their own.
+
+One process at a time updates an arena; any number read weights and write gradients. The flip is
+ordered after the frame's contents by x86-64's total store order; a CPU with weaker order needs a
+fence in `Arena._publish`.
+"""
+
+import errno
+import fcntl
+import json
+import mmap
+import os
+import shutil
+import struct
+import time
+import weakref
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import BinaryIO, Self
+
+import torch
+from flatpeak.workers.buckets import Bucket, from_json, to_json
+from flatpeak.workers.errors import ClusterError, DoesNotFit, InputError, WaitTimeout
+from torch import Tensor
+
+SUFFIX = ".arena"
+_MAGIC = b"FLATPEAK"
+_FORMAT = 1
+_RUN_BYTES = 128
+_PREFIX = struct.Struct(f"<8sIIQ{_RUN_BYTES}s")
+_LINE = 64
+_PAGE = 4096
+_FRAME_BITS = 24
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_POLL_S = (20e-6, 5e-3)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Views of one version of a bucket, each [size]. With fp32 weights, `weights` is `master`."""
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    weights: Tensor
+
+    @property
+    def state(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.master, self.exp_avg, self.exp_avg_sq
+
+
+@dataclass(frozen=True)
+class _SizeClass:
+    """Buckets that share equal frames, numbered from `first_frame`."""
+
+    buckets: tuple[Bucket, ...]
+    first_frame: int
+    frames: int
+    offset: int
+
+    @property
+    def _elements(self) -> int:
+        return max(bucket.size for bucket in self.buckets)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes from one fp32 array of a frame to the next."""
+        return _align(4 * self._elements, _LINE)
+
+    @property
+    def frame_bytes(self) -> int:
+        low = any(bucket.dtype == "bfloat16" for bucket in self.buckets)
+        return 3 * self.state_bytes + low * _align(2 * self._elements, _LINE)
+
+
+class _Layout:
+    """Where everything lies, in bytes; a pure function of its arguments."""
+
+    def __init__(self, buckets: Sequence[Bucket], spare_frames: int, slab_bytes: int) -> None:
+        if spare_frames < 1:
+            raise InputError(
+                f"an arena needs a spare frame to update into, not {spare_frames}; "
+                "set optimizer.spare_frames to 1 or more, e.g. 2"
+            )
+        described = {
+            "buckets": to_json(buckets),
+            "spare_frames": spare_frames,
+            "slab_bytes": slab_bytes,
+        }
+        self.body = json.dumps(described).encode()
+        groups = _by_size(buckets)
+        frames = [len(group) + min(spare_frames, len(group)) for group in groups]
+        self.words = _align(_PREFIX.size + len(self.body), _LINE)
+        self.word_count = len(buckets) + sum(frames)
+        at = self.header_bytes = _align(self.words + 8 * self.word_count, _PAGE)
+
+        self.class_of: dict[int, _SizeClass] = {}
+        first = 0
+        for group, count in zip(groups, frames, strict=True):
+            size_class = _SizeClass(group, first, count, at)
+            self.class_of.update({bucket.index: size_class for bucket in group})
+            first += count
+            at += count * size_class.frame_bytes
+        self.gradients: dict[int, int] = {}
+        for bucket in buckets:
+            self.gradients[bucket.index] = at
+            at += _align(4 * bucket.size, _LINE)
+        self.slab = _align(at, _PAGE)
+        self.slab_bytes = slab_bytes
+        self.nbytes = _align(self.slab + slab_bytes, _PAGE)
+
+    def first_frames(self) -> dict[int, int]:
+        return {
+            bucket.index: size_class.first_frame + place
+            for size_class in set(self.class_of.values())
+            for place, bucket in enumerate(size_class.buckets)
+        }
+
+
+def arena_bytes(buckets: Sequence[Bucket], spare_frames: int, slab_bytes: int = 0) -> int:
+    """The exact size of the arena of one actor's `buckets`."""
+    return _Layout(buckets, spare_frames, slab_bytes).nbytes
+
+
+class Arena:
+    """One mapped arena; make it with `create` or `attach`, and `close` it.
+
+    Buckets are named by `Bucket.index`. Views of a frame are good until the bucket's next version:
+    its frame is then free for any other. Readers in other processes use `read_weights`.
+    """
+
+    def __init__(self, path: Path, run: str, file: BinaryIO, layout: _Layout) -> None:
+        self.path, self.run, self.nbytes = path, run, layout.nbytes
+        self._file, self._layout = file, layout
+        self.buckets = tuple(from_json(json.loads(layout.body)["buckets"]))
+        self._bucket = {bucket.index: bucket for bucket in self.buckets}
+        self._place = {bucket.index: place for place, bucket in enumerate(self.buckets)}
+        self._header = mmap.mmap(file.fileno(), layout.header_bytes)
+        view = memoryview(self._header)
+        self._words = view[layout.words : layout.words + 8 * layout.word_count].cast("Q")
+        self._bytes = torch.from_file(str(path), shared=True, size=self.nbytes, dtype=torch.uint8)
+        self._pending: dict[int, int] = {}
+        # Closed with the arena even if nobody calls close(): the lock must go with the mapping.
+        weakref.finalize(self, file.close)
+
+    # Making, finding and leaving an arena
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        *,
+        run: str,
+        buckets: Sequence[Bucket],
+        spare_frames: int,
+        slab_bytes: int = 0,
+    ) -> Self:
+        """Make the arena of one actor's `buckets`, all zeros and not loaded (version -1).
+
+        Its memory is allocated now, so that a write can not fail later. Raises `DoesNotFit` when
+        the folder has no room and `ClusterError` when `path` exists, and leaves nothing behind.
+        """
+        path = Path(path)
+        assert path.suffix == SUFFIX, f"{path} would escape the sweep: it must end in {SUFFIX}"
+        layout = _Layout(buckets, spare_frames, slab_bytes)
+        header = _pack_header(run, layout)
+        _check_room(path, run, layout.nbytes)
+        # The file gets its name when it is whole: whoever finds an arena finds a valid header.
+        making = path.with_name(f"{path.name}.{os.getpid()}{_MAKING}")
+        with open(making, "x+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH)
+                _allocate(file, path, run, layout.nbytes)
+                file.write(header)
+                file.flush()
+                os.link(making, path)
+                return cls.attach(path, run=run)
+            except FileExistsError:
+                raise ClusterError(
+                    f"{path} exists already; attach to it, or sweep it if its run is dead"
+                ) from None
+            finally:
+                making.unlink()
+
+    @classmethod
+    def attach(cls, path: str | Path, *, run: str) -> Self:
+        """Map an existing arena of `run`. Raises `ClusterError` and changes nothing when there is
+        none, or it is of another run or format, or damaged."""
+        path = Path(path)
+        try:
+            file = open(path, "r+b")  # noqa: SIM115 - it stays open: its lock says that we live
+        except FileNotFoundError:
+            raise ClusterError(f"there is no arena {path} for run {run}") from None
+        try:
+            # Held until the process ends, in whatever way: `sweep_stale` spares locked arenas.
+            fcntl.flock(file, fcntl.LOCK_SH)
+            if os.fstat(file.fileno()).st_nlink == 0:
+                raise ClusterError(f"{path} was swept while run {run} attached to it; start again")
+            layout = _read_layout(file, path, run)
+            return cls(path, run, file, layout)
+        except BaseException:
+            file.close()
+            raise
+
+    def close(self) -> None:
+        """Give up the mapping. Views that are still held keep their memory mapped."""
+        if not self._file.closed:
+            self._words.release()
+            self._header.close()
+            self._file.close()
+            del self._bytes
+
+    def unlink(self) -> None:
+        """Remove the file's name; its memory goes when the last process has let go of it."""
+        self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Views
+
+    def bucket(self, i: int) -> Bucket:
+        return self._bucket[i]
+
+    def master(self, i: int) -> Tensor:
+        return self.frame(i).master
+
+    def exp_avg(self, i: int) -> Tensor:
+        return self.frame(i).exp_avg
+
+    def exp_avg_sq(self, i: int) -> Tensor:
+        return self.frame(i).exp_avg_sq
+
+    def weights(self, i: int) -> Tensor:
+        """The current version's weights [size] in the bucket's working dtype."""
+        return self.frame(i).weights
+
+    def gradient(self, i: int) -> Tensor:
+        """The gradient region [size], fp32; it belongs to no version and survives a flip."""
+        return self._view(self._layout.gradients[i], self._bucket[i].size, torch.float32)
+
+    def slab(self) -> Tensor:
+        """The boundaries' region [slab_bytes], uint8, page-aligned."""
+        return self._view(self._layout.slab, self._layout.slab_bytes, torch.uint8)
+
+    def frame(self, i: int) -> Frame:
+        """Views of the bucket's current frame."""
+        return self._frame(i, self._current(i)[1])
+
+    def _frame(self, i: int, number: int) -> Frame:
+        bucket, size_class = self._bucket[i], self._layout.class_of[i]
+        at = size_class.offset + (number - size_class.first_frame) * size_class.frame_bytes
+        master, exp_avg, exp_avg_sq = (
+            self._view(at + part * size_class.state_bytes, bucket.size, torch.float32)
+            for part in range(3)
+        )
+        weights = master
+        if bucket.dtype != "float32":
+            place = at + 3 * size_class.state_bytes
+            weights = self._view(place, bucket.size, _DTYPES[bucket.dtype])
+        return Frame(master, exp_avg, exp_avg_sq, weights)
+
+    def _view(self, offset: int, elements: int, dtype: torch.dtype) -> Tensor:
+        return self._bytes[offset : offset + elements * dtype.itemsize].view(dtype)
+
+    # Versions
+
+    def version(self, i: int) -> int:
+        """The step whose update the bucket holds; -1 until it is loaded."""
+        return self._current(i)[0]
+
+    def updates(self, i: int) -> int:
+        """How many updates made the bucket's current state: its version less skipped steps."""
+        return self._words[len(self.buckets) + self._current(i)[1]]
+
+    def begin_update(self, i: int) -> Frame:
+        """Views of a free frame for the bucket's next version; its contents are arbitrary."""
+        size_class = self._layout.class_of[i]
+        taken = {self._current(bucket.index)[1] for bucket in size_class.buckets}
+        taken.update(frame for bucket, frame in self._pending.items() if bucket != i)
+        first = size_class.first_frame
+        free = (n for n in range(first, first + size_class.frames) if n not in taken)
+        number = next(free, None)
+        assert number is not None, f"no free frame for bucket {i}: commit an update first"
+        self._pending[i] = number
+        return self._frame(i, number)
+
+    def commit_update(self, i: int, version: int) -> None:
+        """Make the frame of `begin_update` the bucket's current one, in one store."""
+        number = self._pending.pop(i)
+        self._words[len(self.buckets) + number] = self.updates(i) + 1
+        self._publish(i, version, number)
+
+    def advance(self, i: int, version: int, *, updates: int | None = None) -> None:
+        """Move the bucket to `version` with its state as it is: it was loaded, or the step skipped.
+
+        `updates` sets the count of updates behind the state; without it the count stays.
+        """
+        number = self._current(i)[1]
+        if updates is not None:
+            self._words[len(self.buckets) + number] = updates
+        self._publish(i, version, number)
+
+    def wait_version(self, i: int, version: int, *, timeout_s: float) -> None:
+        """Return when the bucket holds `version` or a later one. Raises `WaitTimeout`."""
+        deadline = time.monotonic() + timeout_s
+        pause, longest = _POLL_S
+        while (held := self.version(i)) < version:
+            if time.monotonic() >= deadline:
+                raise WaitTimeout(
+                    f"bucket {i} of optimizer actor {self._bucket[i].actor} did not reach version "
+                    f"{version} within {timeout_s:g} s, it holds {held} ({self.path}); "
+                    "is the actor alive, and are its threads enough for its buckets?"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def read_weights(self, i: int, version: int, offset: int, out: Tensor) -> None:
+        """Copy elements [offset, offset + len(out)) of the weights of `version` into `out`.
+
+        Any dtype and device of `out`. Raises `ClusterError` when the bucket holds another version,
+        or has left it while the copy ran: then `out` may be torn.
+        """
+        held = self._current(i)
+        if held[0] == version:
+            out.copy_(self._frame(i, held[1]).weights[offset : offset + out.numel()])
+        now = self.version(i)
+        if now != version:
+            raise ClusterError(
+                f"weights of version {version} were asked of bucket {i} in {self.path}, "
+                f"which holds version {now}: the worker is out of step"
+            )
+
+    def _current(self, i: int) -> tuple[int, int]:
+        word = self._words[self._place[i]]
+        return (word >> _FRAME_BITS) - 1, word & ((1 << _FRAME_BITS) - 1)
+
+    def _publish(self, i: int, version: int, number: int) -> None:
+        held = self.version(i)
+        assert version >= held, f"bucket {i} holds version {held}, not to be followed by {version}"
+        # A cast memoryview stores an aligned 8-byte item at once: readers see old or new.
+        self._words[self._place[i]] = _word(version, number)
+
+
+_MAKING = ".making"
+
+
+def sweep_stale(folder: str | Path, *, keep_runs: Iterable[str] = ()) -> list[Path]:
+    """Remove the arenas in `folder` that no living process holds; returns what was removed.
+
+    Every process that maps an arena holds a shared `flock` on it, which the kernel drops when the
+    process ends in whatever way. Unlike a process id with its start time, a lock also means
+    something between containers that share /dev/shm, and to those who attached later than the
+    maker. An arena is stale when an exclusive lock can be had. A run that restarts on a node where
+    all its processes have died names itself in `keep_runs`.
+    """
+    folder = Path(folder)
+    found = chain(folder.glob(f"*{SUFFIX}"), folder.glob(f"*{SUFFIX}.*{_MAKING}"))
+    return [path for path in sorted(found) if remove_stale(path, keep_runs=keep_runs)]
+
+
+def remove_stale(path: Path, *, keep_runs: Iterable[str] = ()) -> bool:
+    """Remove the arena at `path` if no living process holds it; see `sweep_stale`."""
+    try:
+        with open(path, "rb") as file:
+            if not _is_ours(path, file.read(_PREFIX.size), {_pack_run(run) for run in keep_runs}):
+                return False
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+    except (BlockingIOError, FileNotFoundError, PermissionError):
+        return False  # a living process holds it, another sweep was faster, or another user's
+    return True
+
+
+def _is_ours(path: Path, prefix: bytes, kept: set[bytes]) -> bool:
+    if path.name.endswith(_MAKING):
+        return True  # its maker died before the header was written
+    return prefix[:8] == _MAGIC and prefix[-_RUN_BYTES:] not in kept
+
+
+def _by_size(buckets: Sequence[Bucket]) -> list[tuple[Bucket, ...]]:
+    """Groups of buckets, largest first, of which none is smaller than half of its largest."""
+    groups: list[list[Bucket]] = []
+    for bucket in sorted(buckets, key=lambda bucket: (-bucket.size, bucket.index)):
+        if not groups or 2 * bucket.size < groups[-1][0].size:
+            groups.append([])
+        groups[-1].append(bucket)
+    return [tuple(group) for group in groups]
+
+
+def _align(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _word(version: int, number: int) -> int:
+    return (version + 1) << _FRAME_BITS | number
+
+
+def _pack_run(run: str) -> bytes:
+    name = run.encode()
+    if len(name) > _RUN_BYTES:
+        raise InputError(f"the run's name takes {len(name)} bytes of at most {_RUN_BYTES}: {run}")
+    return name.ljust(_RUN_BYTES, b"\0")
+
+
+def _pack_header(run: str, layout: _Layout) -> bytes:
+    name = _pack_run(run)
+    checksum = zlib.crc32(name + layout.body)
+    prefix = _PREFIX.pack(_MAGIC, _FORMAT, checksum, len(layout.body), name)
+    first = layout.first_frames()
+    described = from_json(json.loads(layout.body)["buckets"])
+    words = b"".join(struct.pack("<Q", _word(-1, first[bucket.index])) for bucket in described)
+    return (prefix + layout.body).ljust(layout.words, b"\0") + words
+
+
+def _read_layout(file: BinaryIO, path: Path, run: str) -> _Layout:
+    prefix = file.read(_PREFIX.size)
+    if len(prefix) < _PREFIX.size or prefix[:8] != _MAGIC:
+        raise ClusterError(f"{path} is no Flatpeak arena")
+    _, version, checksum, body_bytes, name = _PREFIX.unpack(prefix)
+    if version != _FORMAT:
+        raise ClusterError(f"{path} has arena format {version}, this version reads {_FORMAT}")
+    body = file.read(min(body_bytes, os.fstat(file.fileno()).st_size))
+    if len(body) != body_bytes or zlib.crc32(name + body) != checksum:
+        raise ClusterError(f"the header of {path} is damaged; restore from the last snapshot")
+    if name != _pack_run(run):
+        owner = name.rstrip(b"\0").decode()
+        raise ClusterError(f"{path} belongs to run {owner}, not to run {run}")
+    fields = json.loads(body)
+    layout = _Layout(from_json(fields["buckets"]), fields["spare_frames"], fields["slab_bytes"])
+    size = os.fstat(file.fileno()).st_size
+    if size != layout.nbytes:
+        raise ClusterError(f"{path} has {size} bytes, its header says {layout.nbytes}")
+    _check_words(file, path, layout)
+    return layout
+
+
+def _check_words(file: BinaryIO, path: Path, layout: _Layout) -> None:
+    file.seek(layout.words)
+    words = struct.unpack(f"<{len(layout.gradients)}Q", file.read(8 * len(layout.gradients)))
+    seen = set()
+    for index, word in zip(layout.gradients, words, strict=True):
+        number = word & ((1 << _FRAME_BITS) - 1)
+        first = layout.class_of[index].first_frame
+        if not first <= number < first + layout.class_of[index].frames or number in seen:
+            raise ClusterError(
+                f"bucket {index} in {path} points at frame {number}, which is not its to use; "
+                "restore from the last snapshot"
+            )
+        seen.add(number)
+
+
+def _check_room(path: Path, run: str, nbytes: int) -> None:
+    if not path.parent.is_dir():
+        raise InputError(f"there is no folder {path.parent} for arenas; set cluster.shm_dir")
+    free = shutil.disk_usage(path.parent).free
+    if nbytes > free:
+        raise _no_room(path, run, nbytes, free)
+
+
+def _allocate(file: BinaryIO, path: Path, run: str, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise _no_room(path, run, nbytes, shutil.disk_usage(path.parent).free) from None
+
+
+def _no_room(path: Path, run: str, nbytes: int, free: int) -> DoesNotFit:
+    return DoesNotFit(
+        f"the arena {path.name} of run {run} takes {nbytes:,} bytes and {path.parent} has {free:,} "
+        "free; set cluster.shm_dir to a folder with that much, or more nodes for the optimizer"
+    )

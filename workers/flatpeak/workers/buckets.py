@@ -1,0 +1,227 @@
+"""The global flat index space of parameters and how it is cut into buckets; no torch here.
+
+A parameter element is addressed by the canonical name of its global parameter and its flat index
+there, whatever the layout of ranks. A `Shard` is what one worker rank alone writes gradients for;
+a `Bucket` is a run of at most `bucket_parameters` elements of one rank's shards, and the unit in
+which gradients arrive, masters are updated and weights go back. The cut is a pure function of the
+shards and does not depend on the actors, so that scaling the actors moves buckets and never
+re-cuts them.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from flatpeak.workers.errors import InputError
+from flatpeak.workers.partition import parts
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+RULES = ("adamw", "bias")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Flat elements [start, stop) of the canonical global parameter `name`."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What worker `rank` alone writes gradients for.
+
+    `dtype` is the working dtype of the weights, `decay` whether weight decay applies. `rule` is
+    "adamw", or "bias" for balancing biases of routers (see `optimizer.update_bucket`).
+    """
+
+    range: Range
+    rank: int
+    dtype: str
+    decay: bool
+    rule: str = "adamw"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Ranges that lie one after the other in each of the bucket's arrays.
+
+    Worker `rank` writes its gradients and fetches its weights, actor `actor` owns its arena.
+    `index` counts all buckets of the run in the order in which the next forward needs them.
+    """
+
+    index: int
+    rank: int
+    actor: int
+    ranges: tuple[Range, ...]
+    dtype: str
+    decay: bool
+    rule: str
+
+    @property
+    def size(self) -> int:
+        return sum(piece.size for piece in self.ranges)
+
+
+def cut_buckets(
+    shards: Sequence[Shard],
+    *,
+    bucket_parameters: int,
+    actors_of_rank: Callable[[int], Sequence[int]],
+) -> tuple[Bucket, ...]:
+    """Cut `shards`, given in order of first use in the forward, into buckets.
+
+    The shards of one rank, dtype, decay and rule are cut in order into the fewest buckets of at
+    most `bucket_parameters` elements. These are of equal size (to one element), because frames
+    are: a last bucket of odd size would waste most of its frame. Each bucket goes to the actor
+    with the fewest elements so far among `actors_of_rank(rank)`, in order of need, so that the
+    buckets a forward needs first come from all actors at once. Empty shards vanish.
+
+    Raises `InputError` for a size, dtype, rule or actor list that cannot work.
+    """
+    _check(shards, bucket_parameters)
+    groups: dict[tuple[int, str, bool, str], list[tuple[int, Range]]] = {}
+    seen: dict[int, int] = {}
+    for shard in shards:
+        order = seen[shard.rank] = seen.get(shard.rank, -1) + 1
+        if shard.range.size:
+            key = (shard.rank, shard.dtype, shard.decay, shard.rule)
+            groups.setdefault(key, []).append((order, shard.range))
+
+    # All ranks walk the layers together, so their buckets are interleaved by place in the forward.
+    cut = [
+        (order, position, key, ranges)
+        for key, group in groups.items()
+        for position, (order, ranges) in enumerate(_cut_group(group, bucket_parameters))
+    ]
+    cut.sort(key=lambda bucket: bucket[:3])
+
+    load: dict[int, int] = {}
+    buckets = []
+    for index, (_, _, (rank, dtype, decay, rule), ranges) in enumerate(cut):
+        actors = actors_of_rank(rank)
+        if not actors:
+            raise InputError(
+                f"no optimizer actor may hold the buckets of rank {rank}; "
+                "set optimizer.actors to 1 or more"
+            )
+        actor = min(actors, key=lambda actor: (load.get(actor, 0), actor))
+        bucket = Bucket(index, rank, actor, ranges, dtype, decay, rule)
+        load[actor] = load.get(actor, 0) + bucket.size
+        buckets.append(bucket)
+    return tuple(buckets)
+
+
+def _check(shards: Sequence[Shard], bucket_parameters: int) -> None:
+    if bucket_parameters < 1:
+        raise InputError(
+            f"a bucket cannot hold {bucket_parameters} parameters; "
+            "set optimizer.bucket_parameters to 1 or more, e.g. 100000000"
+        )
+    of_name: dict[str, list[tuple[int, int]]] = {}
+    for shard in shards:
+        if shard.dtype not in ITEM_BYTES:
+            raise InputError(
+                f"{shard.range.name} has working dtype {shard.dtype}; "
+                f"the optimizer handles {' and '.join(ITEM_BYTES)}"
+            )
+        if shard.rule not in RULES:
+            raise InputError(f"{shard.range.name} has rule {shard.rule}; known: {', '.join(RULES)}")
+        assert 0 <= shard.range.start <= shard.range.stop, shard
+        if shard.range.size:
+            of_name.setdefault(shard.range.name, []).append((shard.range.start, shard.range.stop))
+    for name, intervals in of_name.items():
+        for (_, stop), (start, _) in pairwise(sorted(intervals)):
+            assert stop <= start, f"two shards hold element {start} of {name}"
+
+
+def _cut_group(
+    group: Sequence[tuple[int, Range]], bucket_parameters: int
+) -> Iterator[tuple[int, tuple[Range, ...]]]:
+    """Yield (order of the first shard, ranges) of each bucket of a group."""
+    total = sum(piece.size for _, piece in group)
+    ends = iter([stop for _, stop in parts(total, -(-total // bucket_parameters))])
+    position, end = 0, next(ends)
+    first, ranges = group[0][0], []
+    for order, piece in group:
+        start = piece.start
+        while start < piece.stop:
+            if position == end:
+                yield first, tuple(ranges)
+                end, first, ranges = next(ends), order, []
+            stop = min(piece.stop, start + end - position)
+            ranges.append(Range(piece.name, start, stop))
+            position += stop - start
+            start = stop
+    yield first, tuple(ranges)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one bucket range that meets a queried range.
+
+    `offset` is its place in the bucket's arrays; `slot` names the bucket range it lies in.
+    """
+
+    bucket: Bucket
+    slot: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def whole(self) -> bool:
+        piece = self.bucket.ranges[self.slot]
+        return (self.start, self.stop) == (piece.start, piece.stop)
+
+
+class BucketIndex:
+    """Finds where the elements of a parameter lie in a set of buckets."""
+
+    def __init__(self, buckets: Iterable[Bucket]) -> None:
+        found: dict[str, list[Piece]] = {}
+        for bucket in buckets:
+            offset = 0
+            for slot, piece in enumerate(bucket.ranges):
+                found.setdefault(piece.name, []).append(
+                    Piece(bucket, slot, piece.start, piece.stop, offset)
+                )
+                offset += piece.size
+        self._pieces = {
+            name: sorted(pieces, key=lambda p: p.start) for name, pieces in found.items()
+        }
+        self._starts = {name: [p.start for p in pieces] for name, pieces in self._pieces.items()}
+
+    def pieces(self, name: str, start: int, stop: int) -> list[Piece]:
+        """The pieces that make up elements [start, stop) of `name`, in order and without a gap."""
+        found = []
+        place = max(bisect_right(self._starts.get(name, []), start) - 1, 0)
+        at = start
+        for piece in self._pieces.get(name, [])[place:]:
+            if at >= stop or piece.start > at:
+                break
+            end = min(stop, piece.stop)
+            if end > at:
+                offset = piece.offset + at - piece.start
+                found.append(Piece(piece.bucket, piece.slot, at, end, offset))
+                at = end
+        assert at >= stop, f"no bucket here holds element {at} of {name}, asked for up to {stop}"
+        return found
+
+
+def to_json(buckets: Iterable[Bucket]) -> list[dict[str, Any]]:
+    return [asdict(bucket) for bucket in buckets]
+
+
+def from_json(described: Iterable[Mapping[str, Any]]) -> tuple[Bucket, ...]:
+    return tuple(
+        Bucket(**{**fields, "ranges": tuple(Range(**piece) for piece in fields["ranges"])})
+        for fields in described
+    )

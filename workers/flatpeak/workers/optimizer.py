@@ -1,0 +1,582 @@
+"""AdamW over the buckets of an arena, and the worker's way into and out of the arenas.
+
+`update_bucket` is the one place with the maths. `OptimizerCore` is an optimizer actor without
+Ray, `GradientStream` the worker's side of it, and `OffloadStreamAdamW` both in one process behind
+torch's optimizer interface.
+
+One step, seen from an arena: the worker writes gradients (`begin_step`, `write`, `finish`), all
+agree on the norm and so on one clipping factor, the actor updates bucket after bucket into free
+frames, and the worker's next forward fetches each bucket's weights as soon as it has flipped.
+
+A parameter without a gradient in a step has gradient zero: its moments decay and weight decay
+applies, as for an expert that got no token. Never does a step see another step's gradient.
+"""
+
+import math
+import os
+import secrets
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from flatpeak.workers.arena import SUFFIX, Arena, remove_stale
+from flatpeak.workers.buckets import Bucket, BucketIndex, Piece, Range, Shard, cut_buckets
+from flatpeak.workers.errors import CheckpointError, InputError, RunFailed
+from torch import Tensor
+
+# Elements of a block and thread: the seven fp32 arrays of an update then stay in a core's cache.
+# Also torch's own grain: fewer elements are never split over threads.
+_BLOCK = 32768
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """What stays the same over a run. `lr_bias` is the rate of rule "bias"."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    lr_bias: float = 1e-3
+
+
+def update_bucket(
+    arena: Arena, i: int, *, step: int, lr: float, clip_factor: float, settings: AdamW
+) -> None:
+    """Write the bucket's next version from its gradient region and flip to it as version `step`.
+
+    Rule "adamw" is `torch.optim.AdamW`, operation for operation in fp32, so equal to it to the
+    bit. The number of updates, not the step, enters the bias correction, since a skipped step
+    leaves the moments alone. Decay applies to buckets that say so. Rule "bias" is
+    `master -= lr_bias * gradient`: neither moments nor clipping nor decay.
+
+    Gradients and the current frame are only read: an update cut off half-way can be done again.
+    """
+    bucket = arena.bucket(i)
+    old, new, gradient = arena.frame(i), arena.begin_update(i), arena.gradient(i)
+    for block in _blocks(bucket.size):
+        master = new.master[block]
+        if bucket.rule == "bias":
+            torch.add(old.master[block], gradient[block], alpha=-settings.lr_bias, out=master)
+            new.exp_avg[block].copy_(old.exp_avg[block])
+            new.exp_avg_sq[block].copy_(old.exp_avg_sq[block])
+        else:
+            _adamw(
+                *(old.master[block], old.exp_avg[block], old.exp_avg_sq[block]),
+                gradient[block] if clip_factor == 1.0 else gradient[block] * clip_factor,
+                *(master, new.exp_avg[block], new.exp_avg_sq[block]),
+                updates=arena.updates(i) + 1,
+                lr=lr,
+                decay=settings.weight_decay if bucket.decay else 0.0,
+                settings=settings,
+            )
+        if new.weights is not new.master:
+            new.weights[block].copy_(master)
+    arena.commit_update(i, step)
+
+
+def _adamw(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    gradient: Tensor,
+    new_master: Tensor,
+    new_exp_avg: Tensor,
+    new_exp_avg_sq: Tensor,
+    *,
+    updates: int,
+    lr: float,
+    decay: float,
+    settings: AdamW,
+) -> None:
+    beta1, beta2 = settings.betas
+    torch.mul(master, 1 - lr * decay, out=new_master)
+    torch.lerp(exp_avg, gradient, 1 - beta1, out=new_exp_avg)
+    torch.mul(exp_avg_sq, beta2, out=new_exp_avg_sq)
+    new_exp_avg_sq.addcmul_(gradient, gradient, value=1 - beta2)
+    denominator = new_exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**updates)).add_(settings.eps)
+    new_master.addcdiv_(new_exp_avg, denominator, value=-lr / (1 - beta1**updates))
+
+
+def _blocks(size: int) -> Iterator[slice]:
+    block = _BLOCK * torch.get_num_threads()
+    return (slice(start, min(start + block, size)) for start in range(0, size, block))
+
+
+def clipping_factor(norm: float, max_norm: float | None) -> float | None:
+    """The factor of `torch.nn.utils.clip_grad_norm_`; None when `norm` is not finite: skip."""
+    if not math.isfinite(norm):
+        return None
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+
+
+def global_norm(squared: Tensor, group: dist.ProcessGroup | None = None) -> float:
+    """The norm over all ranks of `group` from each rank's `squared_norm`, equal on all of them.
+
+    The sum travels on the group's device, wherever the gradients are.
+    """
+    if dist.is_initialized():
+        on_host = dist.get_backend(group) in ("gloo", "mpi", "fake")
+        device = torch.device("cpu") if on_host else torch.device(torch.cuda.current_device())
+        squared = squared.to(device, copy=True)
+        dist.all_reduce(squared, group=group)
+    return math.sqrt(squared.item())
+
+
+@dataclass
+class Counters:
+    """Since the start of the process."""
+
+    updated_steps: int = 0
+    skipped_steps: int = 0
+    updated_buckets: int = 0
+    updated_parameters: int = 0
+    update_s: float = 0.0
+
+
+class OptimizerCore:
+    """What an optimizer actor does with its arena. The caller sets torch's number of threads.
+
+    A fresh arena gets masters by `load` (in pieces) or `load_gradients`, then `commit_load`. An
+    attached one goes on where its last process stopped, also in the middle of an update. `buckets`
+    limits it to some of the arena's.
+    """
+
+    def __init__(
+        self, arena: Arena, settings: AdamW, *, buckets: Sequence[Bucket] | None = None
+    ) -> None:
+        self.arena, self.settings, self.counters = arena, settings, Counters()
+        chosen = arena.buckets if buckets is None else buckets
+        self.buckets = sorted(chosen, key=lambda bucket: bucket.index)
+        self._index = BucketIndex(self.buckets)
+
+    @property
+    def step(self) -> int:
+        """The last committed step; -1 until `commit_load`, and always without buckets."""
+        return min((self.arena.version(b.index) for b in self.buckets), default=-1)
+
+    def load(
+        self,
+        held: Range,
+        master: Tensor,
+        exp_avg: Tensor | None = None,
+        exp_avg_sq: Tensor | None = None,
+    ) -> None:
+        """Set the state of elements `held`, each tensor [held.size] of any float dtype.
+
+        Moments that are not given stay as they are: zero in a fresh arena. Weights follow their
+        master. Between steps only: it changes the current version in place.
+        """
+        for piece in self._index.pieces(held.name, held.start, held.stop):
+            frame = self.arena.frame(piece.bucket.index)
+            inner = slice(piece.offset, piece.offset + piece.stop - piece.start)
+            outer = slice(piece.start - held.start, piece.stop - held.start)
+            frame.master[inner].copy_(master[outer])
+            frame.weights[inner].copy_(frame.master[inner])
+            for moment, values in ((frame.exp_avg, exp_avg), (frame.exp_avg_sq, exp_avg_sq)):
+                if values is not None:
+                    moment[inner].copy_(values[outer])
+
+    def load_gradients(self) -> None:
+        """Take what workers wrote into the gradient regions as masters."""
+        for bucket in self.buckets:
+            gradient, offset = self.arena.gradient(bucket.index), 0
+            for held in bucket.ranges:
+                self.load(held, gradient[offset : offset + held.size])
+                offset += held.size
+
+    @property
+    def updates(self) -> int:
+        """How many updates the state has seen: committed steps less skipped ones."""
+        return max((self.arena.updates(bucket.index) for bucket in self.buckets), default=0)
+
+    def read(self, held: Range) -> tuple[Tensor, Tensor, Tensor]:
+        """A copy of master, exp_avg and exp_avg_sq, each [held.size], of elements `held`."""
+        copies = torch.empty(held.size), torch.empty(held.size), torch.empty(held.size)
+        for piece in self._index.pieces(held.name, held.start, held.stop):
+            frame = self.arena.frame(piece.bucket.index)
+            inner = slice(piece.offset, piece.offset + piece.stop - piece.start)
+            outer = slice(piece.start - held.start, piece.stop - held.start)
+            for copy, part in zip(copies, frame.state, strict=True):
+                copy[outer] = part[inner]
+        return copies
+
+    def holds(self, held: Range, weights: Tensor) -> bool:
+        """Whether elements `held` have these weights [held.size], bit for bit."""
+        for piece in self._index.pieces(held.name, held.start, held.stop):
+            inner = slice(piece.offset, piece.offset + piece.stop - piece.start)
+            mine = self.arena.weights(piece.bucket.index)[inner]
+            if not torch.equal(
+                mine, weights[piece.start - held.start : piece.stop - held.start].cpu()
+            ):
+                return False
+        return True
+
+    def commit_load(self, step: int, *, updates: int | None = None) -> None:
+        """Let all buckets be version `step`, after `updates` updates (default: `step`)."""
+        for bucket in self.buckets:
+            self.arena.advance(bucket.index, step, updates=step if updates is None else updates)
+
+    def update(self, step: int, *, lr: float, clip_factor: float | None) -> None:
+        """Bring all buckets to version `step`, in the order in which the next forward needs them.
+
+        Without a finite `clip_factor` the step is skipped: state stays to the bit, and only
+        versions move on, so that waiting workers do. Raises `RunFailed` for a step that is not the
+        next; one that was cut off by this process' predecessor is finished, bucket by bucket.
+        """
+        self._check_next(step)
+        applied = clip_factor is not None and math.isfinite(clip_factor)
+        start = time.perf_counter()
+        for bucket in self.buckets:
+            if self.arena.version(bucket.index) == step:
+                continue  # updated before this process took over
+            if applied:
+                self._update_bucket(bucket, step, lr, clip_factor)
+            else:
+                self.arena.advance(bucket.index, step)
+        self.counters.update_s += time.perf_counter() - start
+        self.counters.updated_steps += applied
+        self.counters.skipped_steps += not applied
+
+    def _update_bucket(self, bucket: Bucket, step: int, lr: float, clip_factor: float) -> None:
+        update_bucket(
+            self.arena,
+            bucket.index,
+            step=step,
+            lr=lr,
+            clip_factor=clip_factor,
+            settings=self.settings,
+        )
+        self.counters.updated_buckets += 1
+        self.counters.updated_parameters += bucket.size
+
+    def _check_next(self, step: int) -> None:
+        committed = self.step
+        if not self.buckets:
+            return
+        if committed < 0:
+            raise RunFailed(f"step {step} was asked of {self.arena.path} before it was loaded")
+        if step != committed + 1:
+            raise RunFailed(
+                f"step {step} was asked of {self.arena.path}, which has committed step "
+                f"{committed}: a step is applied once and none is left out"
+            )
+
+
+class GradientStream:
+    """One rank's gradients into the arenas, and its weights out of them.
+
+    `buckets` are the rank's own, `arenas` maps each one's actor to its arena. In one step:
+    `begin_step`, any number of `write`, `finish`, `squared_norm`; then the next forward's `fetch`.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], arenas: Mapping[int, Arena]) -> None:
+        self._buckets = sorted(buckets, key=lambda bucket: bucket.index)
+        self._arena = {bucket.index: arenas[bucket.actor] for bucket in buckets}
+        self._index = BucketIndex(buckets)
+        self._written: dict[int, set[int]] = {}
+        self._required: int | None = None
+        self._timeout_s = 0.0
+        self.fetches = 0
+        self.overlapped_fetches = 0
+        """Fetches that found later buckets not yet updated: the forward ran beside the update."""
+        self.waited_s = 0.0
+
+    def begin_step(self, *, version: int, timeout_s: float) -> None:
+        """Forget the last step's gradients.
+
+        `version` is the last step whose update must be committed before its gradients may be
+        overwritten; the first write into each bucket waits for it, at most `timeout_s`.
+        """
+        self._written = {bucket.index: set() for bucket in self._buckets}
+        self._required, self._timeout_s = version, timeout_s
+
+    def write(self, name: str, start: int, gradient: Tensor, *, accumulate: bool) -> None:
+        """Store `gradient` [n, any float dtype and device] for elements [start, start + n).
+
+        With `accumulate` it is added in fp32 to what this step wrote there, if it did.
+        """
+        for piece in self._index.pieces(name, start, start + gradient.numel()):
+            values = gradient[piece.start - start : piece.stop - start]
+            first = self._touch(piece)
+            region = self._arena[piece.bucket.index].gradient(piece.bucket.index)
+            target = region[piece.offset : piece.offset + values.numel()]
+            if accumulate and not first:
+                target.add_(values.to(target.device))
+            else:
+                target.copy_(values)
+
+    def _touch(self, piece: Piece) -> bool:
+        """Whether this is the step's first write to the piece; if so it is ready to be written."""
+        assert self._required is not None, "write() outside begin_step() ... finish()"
+        index, written = piece.bucket.index, self._written[piece.bucket.index]
+        if piece.slot in written:
+            return False
+        if not written:
+            self._arena[index].wait_version(index, self._required, timeout_s=self._timeout_s)
+        written.add(piece.slot)
+        if piece.whole:
+            return True
+        self._region(piece.bucket, piece.slot).zero_()
+        return False
+
+    def _region(self, bucket: Bucket, slot: int) -> Tensor:
+        offset = sum(held.size for held in bucket.ranges[:slot])
+        region = self._arena[bucket.index].gradient(bucket.index)
+        return region[offset : offset + bucket.ranges[slot].size]
+
+    def squared_norm(self) -> Tensor:
+        """Sum of squares [] (fp64) of all that this step wrote, without rule "bias"."""
+        total = torch.zeros((), dtype=torch.float64)
+        for bucket in self._buckets:
+            if bucket.rule == "bias":
+                continue
+            for slot in sorted(self._written[bucket.index]):
+                # Small enough for torch not to split the sum: it does not depend on threads.
+                for block in self._region(bucket, slot).split(_BLOCK // 2):
+                    total += block.double().square_().sum()
+        return total
+
+    def finish(self) -> int:
+        """Zero what this step did not write; returns how many elements that were."""
+        unwritten = 0
+        for bucket in self._buckets:
+            missing = set(range(len(bucket.ranges))) - self._written[bucket.index]
+            if missing and not self._written[bucket.index]:
+                assert self._required is not None, "finish() without begin_step()"
+                arena = self._arena[bucket.index]
+                arena.wait_version(bucket.index, self._required, timeout_s=self._timeout_s)
+            for slot in missing:
+                self._region(bucket, slot).zero_()
+                unwritten += bucket.ranges[slot].size
+        self._required = None
+        return unwritten
+
+    def fetch(self, name: str, start: int, out: Tensor, *, version: int, timeout_s: float) -> None:
+        """Copy the weights of `version` of elements [start, start + n) into `out` [n], once there.
+
+        Any dtype and device of `out`. Raises `WaitTimeout`, and `ClusterError` when the arena has
+        gone past `version`.
+        """
+        for piece in self._index.pieces(name, start, start + out.numel()):
+            index, arena = piece.bucket.index, self._arena[piece.bucket.index]
+            asked = time.perf_counter()
+            arena.wait_version(index, version, timeout_s=timeout_s)
+            self.waited_s += time.perf_counter() - asked
+            self.fetches += 1
+            self.overlapped_fetches += self._last_version() < version
+            target = out[piece.start - start : piece.stop - start]
+            arena.read_weights(index, version, piece.offset, target)
+
+    def _last_version(self) -> int:
+        last = self._buckets[-1].index
+        return self._arena[last].version(last)
+
+
+class OffloadStreamAdamW(torch.optim.Optimizer):
+    """AdamW with masters, moments and gradients in an arena, for any torch script; no Ray.
+
+    Equal to `torch.optim.AdamW` to the bit for fp32 parameters; bf16 ones get fp32 masters. Takes
+    parameters, (name, parameter) pairs or groups as torch's optimizers do, and learning rate
+    schedulers work on it. Of sharded parameters (DTensor) it handles the local part. Parameters
+    that need no gradient when it is made are left alone.
+
+    Each gradient moves to the arena as soon as backward has accumulated it, and `.grad` is freed;
+    several backward passes add up in fp32, `zero_grad` drops them, and `step` therefore clips
+    itself. Parameters loaded or changed between steps take their masters along.
+
+    `arena` is the file to use (ending in .arena), or None for a nameless one in /dev/shm. `slots`
+    is the number of spare frames of `bucket_parameters` elements that updates are written to.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        arena: str | Path | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        bucket_parameters: int = 4_194_304,
+        slots: int = 2,
+        update_on: str = "host",
+    ) -> None:
+        if update_on != "host":
+            raise InputError(
+                f"update_on: {update_on} is not supported; set memory.optimizer.update_on to host"
+            )
+        self._held: dict[Tensor, Range] = {}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+        # Buckets of two ranks never mix; here a parameter group plays the part of a rank, so that
+        # each bucket has one learning rate.
+        shards = [
+            Shard(self._hold(p), number, str(p.dtype).removeprefix("torch."), decay=True)
+            for number, group in enumerate(self.param_groups)
+            for p in group["params"]
+            if p.requires_grad
+        ]
+        buckets = cut_buckets(
+            shards, bucket_parameters=bucket_parameters, actors_of_rank=lambda rank: [0]
+        )
+        self._arena = _open_arena(arena, buckets, slots)
+        self._stream = GradientStream(buckets, {0: self._arena})
+        self._cores = [
+            OptimizerCore(self._arena, AdamW(), buckets=[b for b in buckets if b.rank == number])
+            for number in range(len(self.param_groups))
+        ]
+        self._follow_parameters()
+        self._version = 0
+        for core in self._cores:
+            core.commit_load(self._version)
+        take = _taker(weakref.ref(self))
+        self._hooks = [p.register_post_accumulate_grad_hook(take) for p in self._held]
+        self.zero_grad()
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._cores[0].counters.skipped_steps
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._held:
+            raise InputError("the buckets are cut: give all parameter groups to the constructor")
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._stream.begin_step(version=self._version, timeout_s=0.0)
+
+    @torch.no_grad()
+    def step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, clip: float | None = None, *, group: dist.ProcessGroup | None = None
+    ) -> float:
+        """Update with gradients scaled down to a global norm of `clip`; returns the norm before.
+
+        With `group`, its ranks hold different shards and the norm is taken over all of them. A
+        norm that is not finite skips the step: nothing changes but `skipped_steps`.
+        """
+        for p in self._held:
+            self._take_gradient(p)
+        self._stream.finish()
+        squared = self._stream.squared_norm()
+        norm = math.sqrt(squared.item()) if group is None else global_norm(squared, group)
+        self._follow_parameters()
+        self._version += 1
+        factor = clipping_factor(norm, clip)
+        for core, options in zip(self._cores, self.param_groups, strict=True):
+            core.settings = AdamW(tuple(options["betas"]), options["eps"], options["weight_decay"])
+            core.update(self._version, lr=float(options["lr"]), clip_factor=factor)
+        if factor is not None:
+            self._refresh_parameters()
+        self.zero_grad()
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of `torch.optim.AdamW`, with each parameter's fp32 `master` [shape] beside it."""
+        packed = super().state_dict()
+        packed["state"] = {
+            number: self._core_state(core, p)
+            for number, (core, p) in enumerate(self._parameters())
+            if p in self._held
+        }
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict()` of this class or of `torch.optim.AdamW`.
+
+        Load the model's weights as well, before or after: a master whose rounding is not the
+        parameter gives way to it.
+        """
+        state = state_dict["state"]
+        updates = {int(entry["step"]) for entry in state.values()}
+        if len(updates) > 1:
+            raise CheckpointError(
+                f"parameters were updated {sorted(updates)} times; they can only go on together"
+            )
+        super().load_state_dict({**state_dict, "state": {}})
+        for number, (core, p) in enumerate(self._parameters()):
+            if p in self._held and number in state:
+                entry = state[number]
+                values = (entry.get("master", p), entry["exp_avg"], entry["exp_avg_sq"])
+                core.load(self._held[p], *(_local(value).reshape(-1) for value in values))
+        for core in self._cores:
+            core.commit_load(self._version, updates=max(updates, default=0))
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on, and remove the arena."""
+        for hook in self._hooks:
+            hook.remove()
+        self._arena.unlink()
+        self._arena.close()
+
+    def _parameters(self) -> Iterator[tuple[OptimizerCore, Tensor]]:
+        for core, group in zip(self._cores, self.param_groups, strict=True):
+            for p in group["params"]:
+                yield core, p
+
+    def _hold(self, p: Tensor) -> Range:
+        held = self._held[p] = Range(str(len(self._held)), 0, _local(p).numel())
+        return held
+
+    def _take_gradient(self, p: Tensor) -> None:
+        if p.grad is not None:
+            gradient = _local(p.grad).reshape(-1)
+            self._stream.write(self._held[p].name, 0, gradient, accumulate=True)
+            p.grad = None
+
+    @torch.no_grad()
+    def _follow_parameters(self) -> None:
+        """Take over parameters that are not what the last update made them."""
+        for core, p in self._parameters():
+            if p in self._held:
+                weights = _local(p).reshape(-1)
+                if not core.holds(self._held[p], weights):
+                    core.load(self._held[p], weights)
+
+    def _refresh_parameters(self) -> None:
+        for p, held in self._held.items():
+            weights = _local(p)
+            flat = weights.reshape(-1)
+            self._stream.fetch(held.name, 0, flat, version=self._version, timeout_s=0.0)
+            if flat.data_ptr() != weights.data_ptr():  # not contiguous: reshape made a copy
+                weights.copy_(flat.view_as(weights))
+
+    def _core_state(self, core: OptimizerCore, p: Tensor) -> dict[str, Tensor]:
+        master, exp_avg, exp_avg_sq = (
+            part.view(_local(p).shape) for part in core.read(self._held[p])
+        )
+        step = torch.tensor(float(core.updates))
+        return {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "master": master}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """A DTensor's own part, as the same storage; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def _taker(optimizer: weakref.ref[OffloadStreamAdamW]) -> Callable[[Tensor], None]:
+    # A weak reference: a parameter must not keep a forgotten optimizer and its arena alive.
+    def take(p: Tensor) -> None:
+        living = optimizer()
+        if living is not None:
+            living._take_gradient(p)
+
+    return take
+
+
+def _open_arena(path: str | Path | None, buckets: Sequence[Bucket], slots: int) -> Arena:
+    if path is not None:
+        remove_stale(Path(path))
+        return Arena.create(path, run="standalone", buckets=buckets, spare_frames=slots)
+    folder = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    path = folder / f"flatpeak-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
+    arena = Arena.create(path, run="standalone", buckets=buckets, spare_frames=slots)
+    arena.unlink()  # mapped, it needs no name, and nothing can be left behind
+    return arena
