@@ -1,8 +1,7 @@
 """The mark that tells an operator it runs inside a checkpoint's recomputation."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 
 class _Mark(threading.local):
@@ -12,12 +11,13 @@ class _Mark(threading.local):
 _mark = _Mark()
 
 
-@contextmanager
-def recomputation() -> Iterator[None]:
-    _mark.depth += 1
-    try:
-        yield
-    finally:
+class recomputation(AbstractContextManager[None]):
+    # A checkpoint enters one such object again for each backward pass of a graph that is kept; a
+    # generator could be entered once.
+    def __enter__(self) -> None:
+        _mark.depth += 1
+
+    def __exit__(self, *exc: object) -> None:
         _mark.depth -= 1
 
 
