@@ -1,0 +1,164 @@
+"""Tiny experts modules of several families, their dense results, and routing profiles for tests."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from flatpeak.workers.partition import part
+from torch import nn
+from transformers import (
+    DeepseekV3Config,
+    GptOssConfig,
+    MixtralConfig,
+    NemotronHConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
+)
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+HIDDEN, INTERMEDIATE = 12, 10
+
+FAMILIES: dict[str, Callable[[int], nn.Module]] = {
+    "qwen3-moe": lambda experts: Qwen3MoeExperts(
+        Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, num_experts=experts)
+    ),
+    "mixtral": lambda experts: MixtralExperts(
+        MixtralConfig(hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_local_experts=experts)
+    ),
+    "olmoe": lambda experts: OlmoeExperts(
+        OlmoeConfig(hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_experts=experts)
+    ),
+    "deepseek-v3": lambda experts: DeepseekV3Experts(
+        DeepseekV3Config(
+            hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, n_routed_experts=experts
+        )
+    ),
+    # Biases, transposed and interleaved weights, a clamped gate.
+    "gpt-oss": lambda experts: GptOssExperts(
+        GptOssConfig(
+            hidden_size=HIDDEN,
+            intermediate_size=INTERMEDIATE,
+            num_local_experts=experts,
+            swiglu_limit=1.0,
+        )
+    ),
+    # No gate.
+    "nemotron-h": lambda experts: NemotronHExperts(
+        NemotronHConfig(
+            hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, n_routed_experts=experts
+        )
+    ),
+}
+
+
+def make_experts(family: str, experts: int, *, seed: int = 0) -> nn.Module:
+    """All experts with random weights, the same for every caller."""
+    module = FAMILIES[family](experts)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.4
+    module.config._experts_implementation = "eager"
+    return module
+
+
+def slice_of(module: nn.Module, rank: int, ranks: int) -> nn.Module:
+    """One rank's slice of all experts; `num_experts` stays global."""
+    local = copy.deepcopy(module)
+    start, stop = part(module.num_experts, ranks, rank)  # type: ignore[arg-type]
+    for parameter in local.parameters():
+        parameter.data = parameter.data[start:stop].clone()
+    return local
+
+
+@dataclass
+class Tokens:
+    """One rank's input: hidden [N, H], ids and weights [N, k], and the gradient of the output."""
+
+    hidden: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    upstream: torch.Tensor
+
+    def leaves(self) -> "Tokens":
+        hidden, weights = (t.clone().requires_grad_() for t in (self.hidden, self.weights))
+        return Tokens(hidden, self.ids, weights, self.upstream)
+
+
+def make_tokens(ids: torch.Tensor, *, seed: int = 1) -> Tokens:
+    generator = torch.Generator().manual_seed(seed)
+    count, k = ids.shape
+    hidden, upstream = torch.randn(2, count, HIDDEN, generator=generator).unbind(0)
+    weights = torch.rand(count, k, generator=generator) + 0.1
+    return Tokens(hidden, ids, weights / weights.sum(-1, keepdim=True), upstream)
+
+
+def join(tokens: list[Tokens]) -> Tokens:
+    fields = ("hidden", "ids", "weights", "upstream")
+    return Tokens(*(torch.cat([getattr(t, field) for t in tokens]) for field in fields))
+
+
+def profile(tokens: int, experts: int, k: int, hot_percent: int, hot: int) -> torch.Tensor:
+    """Expert ids [tokens, k]: the first `hot_percent` of tokens choose among `hot` experts, the
+    others walk the cold ones; balanced at zero."""
+    i, j = torch.arange(tokens)[:, None], torch.arange(k)[None, :]
+    if hot_percent == 0:
+        return (i + j) % experts
+    cold = hot + (i + j) % (experts - hot)
+    return torch.where(i < tokens * hot_percent // 100, (j % hot).expand(tokens, k), cold)
+
+
+def random_ids(tokens: int, experts: int, k: int, *, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(tokens, experts, generator=generator).argsort(dim=-1)[:, :k].contiguous()
+
+
+@dataclass
+class Results:
+    """An output and every gradient; parameter gradients by name, of whichever slice was run."""
+
+    output: torch.Tensor
+    hidden: torch.Tensor
+    weights: torch.Tensor
+    parameters: dict[str, torch.Tensor]
+
+
+def results_of(
+    module: nn.Module, tokens: Tokens, forward: Callable[[nn.Module, Tokens], torch.Tensor]
+) -> Results:
+    tokens = tokens.leaves()
+    output = forward(module, tokens)
+    output.backward(tokens.upstream)
+    assert tokens.hidden.grad is not None
+    assert tokens.weights.grad is not None
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return Results(output.detach(), tokens.hidden.grad, tokens.weights.grad, gradients)
+
+
+def dense_results(module: nn.Module, tokens: Tokens) -> Results:
+    """The module's own eager forward over all experts and tokens."""
+    module = copy.deepcopy(module)
+    return results_of(module, tokens, lambda m, t: m(t.hidden, t.ids, t.weights))
+
+
+def assert_equals_dense(module: nn.Module, tokens: list[Tokens], ranks: list[Results]) -> None:
+    """The ranks' results, put together, equal the dense ones to 1e-5 of their largest entry."""
+    dense = dense_results(module, join(tokens))
+    for field in ("output", "hidden", "weights"):
+        assert_close(torch.cat([getattr(r, field) for r in ranks]), getattr(dense, field), field)
+    for name, gradient in dense.parameters.items():
+        assert_close(torch.cat([r.parameters[name] for r in ranks]), gradient, name)
+
+
+def assert_close(ours: torch.Tensor, dense: torch.Tensor, what: str, tolerance: float = 1e-5):
+    assert ours.shape == dense.shape, what
+    assert ours.isfinite().all(), f"{what} is not finite"
+    if dense.numel():
+        error = (ours.double() - dense.double()).abs().max().item()
+        scale = dense.double().abs().max().item()
+        assert error <= tolerance * scale, f"{what}: error {error:.3g} of {scale:.3g}"
