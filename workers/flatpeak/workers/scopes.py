@@ -7,8 +7,15 @@ innermost open one. Without a meter a scope costs a list append and a pop.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 OTHER = "other"
+
+
+class ScopeObserver(Protocol):
+    def entered(self, name: str) -> None: ...
+
+    def left(self) -> None: ...
 
 
 class _Stack(threading.local):
@@ -17,17 +24,34 @@ class _Stack(threading.local):
 
 
 _stack = _Stack()
+_observers: list[ScopeObserver] = []
 
 
 @contextmanager
 def scope(name: str) -> Iterator[None]:
     _stack.names.append(name)
+    # The observers of the entry see the exit too, even when one joins or goes in between.
+    observers = tuple(_observers)
+    for observer in observers:
+        observer.entered(name)
     try:
         yield
     finally:
+        for observer in observers:
+            observer.left()
         _stack.names.pop()
 
 
 def current_scope() -> str:
     """The innermost open scope of this thread, or `other`."""
     return _stack.names[-1] if _stack.names else OTHER
+
+
+@contextmanager
+def observed(observer: ScopeObserver) -> Iterator[None]:
+    """Tell `observer` of every scope that opens and closes, on any thread."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
