@@ -97,6 +97,43 @@ def test_bfloat16_weights_and_the_fp32_router_keep_their_dtypes(tmp_path):
     assert_bit_equal(again.state_dict(), model.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen3_moe", "model.layers.1.mlp.experts.3.gate_proj.weight"),
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w1.weight"),
+        ("olmoe", "model.layers.1.mlp.experts.3.gate_proj.weight"),
+        ("deepseek_v3", "model.layers.1.mlp.experts.3.gate_proj.weight"),
+    ],
+)
+def test_the_original_layout_has_the_published_names_with_the_gate_in_the_first_rows(
+    tmp_path, family, name
+):
+    config = tiny_config(family)
+    tensors = AutoModelForCausalLM.from_config(config).state_dict()
+    export_checkpoint(tmp_path / "out", config, tensors.items())
+    gate = tensors["model.layers.1.mlp.experts.gate_up_proj"][3, :16]
+    assert torch.equal(files_of(tmp_path / "out")[name], gate)
+
+
+def test_gpt_oss_stays_fused_transposed_and_interleaved_with_its_biases(tmp_path):
+    config = tiny_config("gpt_oss")
+    tensors = AutoModelForCausalLM.from_config(config).state_dict()
+    export_checkpoint(tmp_path / "out", config, tensors.items())
+    assert_bit_equal(files_of(tmp_path / "out"), dict(tensors))
+
+
+@pytest.mark.parametrize("tied", TIES)
+def test_the_loss_is_the_same_after_a_round_trip(tmp_path, tied):
+    config = tiny_config("qwen3_moe", tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    export_checkpoint(tmp_path / "out", config, model.named_parameters())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = torch.arange(20).view(1, 20)
+    with torch.no_grad():
+        assert torch.equal(model(ids, labels=ids).loss, again(ids, labels=ids).loss)
+
+
 def test_rows_of_per_expert_files_are_those_of_the_fused_tensor_and_only_theirs_are_read(tmp_path):
     model = saved_model(tmp_path, "mixtral")
     reader = CheckpointReader(tmp_path, build_meta_model(model.config))
@@ -131,6 +168,31 @@ def test_a_sharded_checkpoint_reads_and_exports_like_one_file(tmp_path):
     assert index["weight_map"] == placed
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in model.state_dict().values())
     assert_bit_equal(files_of(tmp_path / "ours"), files_of(tmp_path / "theirs"))
+
+
+def test_shards_are_on_disk_before_the_last_tensors_are_asked_for(tmp_path):
+    config = tiny_config("qwen3_moe")
+    tensors = AutoModelForCausalLM.from_config(config).state_dict()
+    written = []
+
+    def watched():
+        for item in tensors.items():
+            written.append(sum(f.stat().st_size for f in tmp_path.glob(".out.*/*.safetensors")))
+            yield item
+
+    limit, given = 10_000, 0
+    export_checkpoint(tmp_path / "out", config, watched(), max_shard_bytes=limit)
+    for on_disk, tensor in zip(written, tensors.values(), strict=True):
+        assert given - on_disk <= limit
+        given += tensor.nbytes
+    assert written[-1] > given / 2
+
+
+def test_an_index_that_is_none_is_named(tmp_path):
+    model = saved_model(tmp_path, "qwen3_moe", max_shard_size="8KB")
+    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {}}')
+    with pytest.raises(CheckpointError, match=r"index\.json is not an index with a `weight_map`"):
+        CheckpointReader(tmp_path, build_meta_model(model.config))
 
 
 def test_a_tied_checkpoint_may_hold_the_head_in_place_of_the_embedding(tmp_path):

@@ -19,6 +19,8 @@ from flatpeak.workers.checkpoint import (
 from flatpeak.workers.errors import CheckpointError, SpecError
 from tiny_models import FAMILIES, tiny_config, tiny_content
 
+TINY_LLAMA = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_directory_and_a_mapping_give_the_same_sizes(tmp_path, family):
@@ -41,13 +43,17 @@ def test_a_directory_and_a_mapping_give_the_same_sizes(tmp_path, family):
         pytest.param({"hidden_size": "wide"}, "hidden_size", id="size of the wrong type"),
         pytest.param({"rms_norm_epsi": 1e-5}, "did you mean 'rms_norm_eps'", id="misspelt key"),
         pytest.param({"num_experts": 0}, "Qwen3MoeConfig .* not a Mixture-of", id="no experts"),
-        pytest.param({"model_type": "llama"}, "LlamaConfig .* not a Mixture-of", id="dense family"),
         pytest.param({"model_type": "vit"}, "ViTConfig .* no causal language", id="vision family"),
     ],
 )
 def test_a_bad_mapping_is_a_spec_error_that_says_what_to_mend(changes, message):
     with pytest.raises(SpecError, match=message):
         load_config(path=None, config=tiny_content("qwen3_moe", **changes))
+
+
+def test_a_dense_family_is_refused_by_the_class_that_was_found():
+    with pytest.raises(SpecError, match=r"LlamaConfig .* not a Mixture-of-Experts model"):
+        load_config(path=None, config={"model_type": "llama"})
 
 
 def test_keys_that_only_published_files_have_are_accepted():
@@ -109,13 +115,19 @@ def test_experts_and_routers_are_found_in_layer_order_on_the_meta_device(family)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_meta_model_shares_embedding_and_head_only_if_tied(family, tied):
     model = build_meta_model(tiny_config(family, tie_word_embeddings=tied))
-    shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    shared = model.get_parameter("lm_head.weight") is model.get_input_embeddings().weight
     assert shared is tied
 
 
 def test_sizes_that_make_no_model_are_a_spec_error():
     config = tiny_config("qwen3_moe", hidden_act="no_such_activation")
     with pytest.raises(SpecError, match=r"cannot be built: .*no_such_activation"):
+        build_meta_model(config)
+
+
+def test_a_dense_model_with_a_stray_expert_count_is_refused_once_built():
+    config = load_config(path=None, config={"model_type": "llama", "num_experts": 4, **TINY_LLAMA})
+    with pytest.raises(SpecError, match="LlamaForCausalLM has 1 layers and none"):
         build_meta_model(config)
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from flatpeak.workers.checkpoint import RandomInit, build_meta_model
+from flatpeak.workers.checkpoint import RandomInit, build_meta_model, load_config
 from flatpeak.workers.errors import CheckpointError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,6 +47,24 @@ def test_values_follow_the_law_of_the_family(family):
             assert abs(ours.mean()) < 5 * 0.3 / math.sqrt(ours.numel()), name
 
 
+def test_a_router_whose_law_is_that_of_the_block_around_it_gets_it():
+    config = load_config(
+        path=None,
+        config={
+            "model_type": "qwen3_next",
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "num_experts": 16,
+            "moe_intermediate_size": 4,
+            "vocab_size": 8,
+            "initializer_range": 0.3,
+        },
+    )
+    source = RandomInit(build_meta_model(config), seed=0)
+    weight = source.read("model.layers.0.mlp.gate.weight", 0, 16)
+    assert abs(weight.std() - 0.3) < 5 * 0.3 / math.sqrt(2 * weight.numel())
+
+
 def test_every_random_tensor_every_expert_and_every_seed_has_values_of_its_own():
     model = build_meta_model(tiny_config("qwen3_moe"))
     drawn = []
@@ -78,7 +96,7 @@ def test_slicing_the_model_afterwards_changes_nothing():
     name = "model.layers.0.mlp.experts.down_proj"
     before, source = RandomInit(model, seed=0).read(name, 2, 4), RandomInit(model, seed=0)
     experts = model.get_submodule("model.layers.0.mlp.experts")
-    experts.down_proj = nn.Parameter(experts.down_proj[2:4])
+    experts.down_proj = nn.Parameter(experts.get_parameter("down_proj")[2:4])
     assert torch.equal(source.read(name, 2, 4), before)
 
 

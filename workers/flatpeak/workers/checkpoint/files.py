@@ -4,6 +4,7 @@ Opening reads headers alone: a missing, truncated or foreign file is found befor
 """
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,8 @@ class SafetensorsFiles:
 
 def _files_and_keys(directory: Path) -> dict[str, list[str] | None]:
     """{file name: its tensors}; None for all of a checkpoint in one file."""
-    index = directory / _INDEX_FILE
-    if index.is_file():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as reason:
-            raise CheckpointError(
-                f"{index} is not an index with a `weight_map`: {reason!r}"
-            ) from reason
-        files: dict[str, list[str] | None] = {}
-        for file in sorted(set(weight_map.values())):
-            files[file] = [key for key, holder in weight_map.items() if holder == file]
-        return files
+    if (directory / _INDEX_FILE).is_file():
+        return _read_index(directory / _INDEX_FILE)
     if (directory / _SINGLE_FILE).is_file():
         return {_SINGLE_FILE: None}
     found = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else []
@@ -91,6 +82,18 @@ def _files_and_keys(directory: Path) -> dict[str, list[str] | None]:
         f"{some(found) if found else 'nothing'}); set `model.path` to a Hugging Face model "
         "directory in the safetensors format"
     )
+
+
+def _read_index(index: Path) -> dict[str, list[str] | None]:
+    files = defaultdict(list)
+    try:
+        for key, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            files[file].append(key)
+    except (ValueError, KeyError, TypeError, AttributeError) as reason:
+        raise CheckpointError(
+            f"{index} is not an index with a `weight_map`: {reason!r}"
+        ) from reason
+    return dict(files)
 
 
 def _head(view: Any, key: str, file: Path) -> Tensor:

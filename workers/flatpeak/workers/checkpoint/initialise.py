@@ -65,8 +65,11 @@ class RandomInit:
     @torch.no_grad()
     def _draw(self, module_name: str, expert: int | None) -> dict[str, Tensor]:
         module = _materialise(self._model.get_submodule(module_name), one_row=expert is not None)
+        family = self._family_of(module_name)
         with _seeded(f"{self._seed}/{module_name}/{'' if expert is None else expert}"):
-            self._family_of(module_name)._init_weights(module)
+            family._init_weights(module)
+            # Some families set a router's weight in the law of the block around it.
+            family._init_weights(self._parent_with(module_name, module))
         tensors = _direct_tensors(module)
         for attribute, tensor in tensors.items():
             if tensor.isnan().any():
@@ -75,6 +78,13 @@ class RandomInit:
                     f"{module_name}.{attribute}; set `model.path` to start from a checkpoint"
                 )
         return tensors
+
+    def _parent_with(self, module_name: str, module: nn.Module) -> nn.Module:
+        """The parent, all on meta but for this child: its law changes nothing else."""
+        parent_name, _, child_name = module_name.rpartition(".")
+        parent = copy.copy(self._model.get_submodule(parent_name))
+        parent._modules = parent._modules | {child_name: module}
+        return parent
 
     def _family_of(self, module_name: str) -> PreTrainedModel:
         """The innermost model around the module: in a composite, each part has its own law."""
@@ -93,10 +103,9 @@ def _materialise(module: nn.Module, *, one_row: bool) -> nn.Module:
     """
     twin = copy.copy(module)
     twin._parameters = {
-        name: nn.Parameter(_poisoned(tensor, one_row=one_row))
+        name: tensor if tensor is None else nn.Parameter(_poisoned(tensor, one_row=one_row))
         for name, tensor in module._parameters.items()
-        if tensor is not None
-    } | dict.fromkeys((name for name, t in module._parameters.items() if t is None), None)
+    }
     twin._buffers = {
         name: tensor if tensor is None else _poisoned(tensor, one_row=one_row)
         for name, tensor in module._buffers.items()
