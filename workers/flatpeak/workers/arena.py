@@ -92,7 +92,7 @@ class _Layout:
         if spare_frames < 1:
             raise InputError(
                 f"an arena needs a spare frame to update into, not {spare_frames}; "
-                "set optimizer.spare_frames to 1 or more, e.g. 2"
+                "set memory.optimizer.slots to 1 or more, e.g. 2"
             )
         described = {
             "buckets": to_json(buckets),

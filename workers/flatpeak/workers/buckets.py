@@ -110,7 +110,7 @@ def cut_buckets(
         if not actors:
             raise InputError(
                 f"no optimizer actor may hold the buckets of rank {rank}; "
-                "set optimizer.actors to 1 or more"
+                "set cluster.optimizers to 1 or more"
             )
         actor = min(actors, key=lambda actor: (load.get(actor, 0), actor))
         bucket = Bucket(index, rank, actor, ranges, dtype, decay, rule)
@@ -123,7 +123,7 @@ def _check(shards: Sequence[Shard], bucket_parameters: int) -> None:
     if bucket_parameters < 1:
         raise InputError(
             f"a bucket cannot hold {bucket_parameters} parameters; "
-            "set optimizer.bucket_parameters to 1 or more, e.g. 100000000"
+            "set memory.optimizer.bucket_parameters to 1 or more, e.g. 4194304"
         )
     of_name: dict[str, list[tuple[int, int]]] = {}
     for shard in shards:
@@ -200,7 +200,10 @@ class BucketIndex:
         self._starts = {name: [p.start for p in pieces] for name, pieces in self._pieces.items()}
 
     def pieces(self, name: str, start: int, stop: int) -> list[Piece]:
-        """The pieces that make up elements [start, stop) of `name`, in order and without a gap."""
+        """The pieces that make up elements [start, stop) of `name`, in order.
+
+        Raises `LookupError` when an element is in none of the buckets.
+        """
         found = []
         place = max(bisect_right(self._starts.get(name, []), start) - 1, 0)
         at = start
@@ -212,7 +215,8 @@ class BucketIndex:
                 offset = piece.offset + at - piece.start
                 found.append(Piece(piece.bucket, piece.slot, at, end, offset))
                 at = end
-        assert at >= stop, f"no bucket here holds element {at} of {name}, asked for up to {stop}"
+        if at < stop:
+            raise LookupError(f"no bucket holds element {at} of {name} (asked up to {stop})")
         return found
 
 

@@ -230,18 +230,18 @@ class OptimizerCore:
         next; one that was cut off by this process' predecessor is finished, bucket by bucket.
         """
         self._check_next(step)
-        applied = clip_factor is not None and math.isfinite(clip_factor)
+        factor = clip_factor if clip_factor is not None and math.isfinite(clip_factor) else None
         start = time.perf_counter()
         for bucket in self.buckets:
             if self.arena.version(bucket.index) == step:
                 continue  # updated before this process took over
-            if applied:
-                self._update_bucket(bucket, step, lr, clip_factor)
-            else:
+            if factor is None:
                 self.arena.advance(bucket.index, step)
+            else:
+                self._update_bucket(bucket, step, lr, factor)
         self.counters.update_s += time.perf_counter() - start
-        self.counters.updated_steps += applied
-        self.counters.skipped_steps += not applied
+        self.counters.updated_steps += factor is not None
+        self.counters.skipped_steps += factor is None
 
     def _update_bucket(self, bucket: Bucket, step: int, lr: float, clip_factor: float) -> None:
         update_bucket(

@@ -1,0 +1,590 @@
+"""The bucketed AdamW against torch's, and the paths of gradients and weights through arenas."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from flatpeak.workers.arena import Arena
+from flatpeak.workers.buckets import Range, Shard, cut_buckets
+from flatpeak.workers.errors import (
+    CheckpointError,
+    ClusterError,
+    InputError,
+    RunFailed,
+    WaitTimeout,
+)
+from flatpeak.workers.optimizer import (
+    AdamW,
+    GradientStream,
+    OffloadStreamAdamW,
+    OptimizerCore,
+    clipping_factor,
+    global_norm,
+    update_bucket,
+)
+from ranks import run_ranks
+
+SETTINGS = AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, lr_bias=0.01)
+SIZES = {"embedding": 500, "norm": 20, "expert": 301, "bias": 8}
+SHARDS = [
+    Shard(Range("embedding", 0, 500), 0, "float32", True),
+    Shard(Range("norm", 0, 20), 0, "float32", False),
+    Shard(Range("empty", 0, 0), 0, "float32", True),
+    Shard(Range("bias", 0, 8), 0, "float32", False, "bias"),
+    Shard(Range("expert", 0, 301), 0, "float32", True),
+]
+
+
+def seeded(seed, size, scale=1.0):
+    return scale * torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(step, scale=1.0):
+    return {
+        name: seeded(100 * step + n, size, scale) for n, (name, size) in enumerate(SIZES.items())
+    }
+
+
+class Rig:
+    """One worker rank and its actors, in one process, over the parameters of SIZES."""
+
+    def __init__(self, folder, *, bucket_parameters=64, actors=2, shards=SHARDS):
+        self.shards = [shard for shard in shards if shard.range.size]
+        self.buckets = cut_buckets(
+            shards, bucket_parameters=bucket_parameters, actors_of_rank=lambda rank: range(actors)
+        )
+        self.arenas = {
+            actor: Arena.create(
+                folder / f"{actor}.arena",
+                run="r",
+                buckets=[b for b in self.buckets if b.actor == actor],
+                spare_frames=1,
+            )
+            for actor in range(actors)
+        }
+        self.cores = [OptimizerCore(arena, SETTINGS) for arena in self.arenas.values()]
+        self.stream = GradientStream(self.buckets, self.arenas)
+
+    def load(self, values):
+        self.write(values, version=-1)
+        for core in self.cores:
+            core.load_gradients()
+            core.commit_load(0)
+        return self
+
+    def write(self, values, *, version):
+        self.stream.begin_step(version=version, timeout_s=1)
+        for name, value in values.items():
+            self.stream.write(name, 0, value, accumulate=False)
+        self.stream.finish()
+
+    def step(self, step, values, *, lr=1e-2, clip=1.0):
+        self.write(values, version=step - 1)
+        norm = math.sqrt(self.stream.squared_norm().item())
+        for core in self.cores:
+            core.update(step, lr=lr, clip_factor=clipping_factor(norm, clip))
+        return norm
+
+    def weights(self, version):
+        return {shard.range.name: self.fetch(shard.range, version) for shard in self.shards}
+
+    def fetch(self, held, version, dtype=torch.float32):
+        out = torch.empty(held.size, dtype=dtype)
+        self.stream.fetch(held.name, held.start, out, version=version, timeout_s=1)
+        return out
+
+    def state(self):
+        """All bytes of all frames in use."""
+        return [
+            part.clone()
+            for arena in self.arenas.values()
+            for b in arena.buckets
+            for part in arena.frame(b.index).state
+        ]
+
+
+START = {name: seeded(n, size) for n, (name, size) in enumerate(SIZES.items())}
+
+
+class Reference:
+    """torch.optim.AdamW with clip_grad_norm_ on the same parameters."""
+
+    def __init__(self, foreach=False):
+        self.parameters = {
+            n: torch.nn.Parameter(v.clone()) for n, v in START.items() if n != "bias"
+        }
+        p = self.parameters
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [p["embedding"], p["expert"]], "weight_decay": SETTINGS.weight_decay},
+                {"params": [p["norm"]], "weight_decay": 0.0},
+            ],
+            betas=SETTINGS.betas,
+            eps=SETTINGS.eps,
+            foreach=foreach,
+        )
+
+    def step(self, values, *, lr=1e-2, clip=1.0):
+        for name, p in self.parameters.items():
+            p.grad = values[name].clone()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), clip or math.inf)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return norm.item()
+
+
+@pytest.mark.parametrize("bucket_parameters", [17, 64, 10_000])
+@pytest.mark.parametrize("clip", [1.0, None], ids=["clipped", "unclipped"])
+def test_equal_to_torch_adamw_with_clipping(tmp_path, bucket_parameters, clip):
+    rig, reference = Rig(tmp_path, bucket_parameters=bucket_parameters).load(START), Reference()
+    for step in range(1, 13):
+        values, lr = gradients(step), 1e-2 / step
+        norm = rig.step(step, values, lr=lr, clip=clip)
+        assert norm == pytest.approx(reference.step(values, lr=lr, clip=clip), rel=1e-6)
+    weights = rig.weights(12)
+    for name, p in reference.parameters.items():
+        torch.testing.assert_close(weights[name], p.detach(), rtol=0, atol=1e-6)
+        if clip is None:
+            assert torch.equal(weights[name], p.detach()), name
+
+
+def test_the_cut_and_the_number_of_threads_do_not_change_a_bit(tmp_path):
+    ends = []
+    for number, (bucket_parameters, threads) in enumerate([(7, 1), (64, 2), (10_000, 2)]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            rig = Rig(folder, bucket_parameters=bucket_parameters, actors=3).load(START)
+            for step in range(1, 4):
+                rig.step(step, gradients(step), clip=None)
+            ends.append(rig.weights(3))
+        finally:
+            torch.set_num_threads(before)
+    for end in ends[1:]:
+        assert all(torch.equal(end[name], ends[0][name]) for name in SIZES)
+
+
+def test_buckets_larger_than_a_block_are_updated_whole(tmp_path):
+    size = 3 * 32768 + 5
+    rig = Rig(
+        tmp_path,
+        shards=[Shard(Range("p", 0, size), 0, "float32", True)],
+        bucket_parameters=size,
+        actors=1,
+    )
+    rig.load({"p": seeded(1, size)})
+    rig.step(1, {"p": seeded(2, size)}, clip=None)
+    p = torch.nn.Parameter(seeded(1, size))
+    p.grad = seeded(2, size)
+    torch.optim.AdamW([p], lr=1e-2, betas=SETTINGS.betas, weight_decay=SETTINGS.weight_decay).step()
+    assert torch.equal(rig.weights(1)["p"], p.detach())
+
+
+def test_a_step_with_learning_rate_zero_leaves_loaded_weights_as_they_are(tmp_path):
+    rig = Rig(tmp_path).load(START)
+    rig.step(1, gradients(1) | {"bias": torch.zeros(8)}, lr=0.0)
+    assert all(torch.equal(rig.weights(1)[name], START[name]) for name in SIZES)
+
+
+def test_a_balancing_bias_follows_its_own_rule(tmp_path):
+    rig = Rig(tmp_path).load(START)
+    direction = torch.tensor([1.0, -1, 0, 1, -1, 0, 1, 1])
+    norm = rig.step(1, gradients(1) | {"bias": direction}, clip=1e-3)
+    without = rig.stream.squared_norm().item() - norm**2
+    assert without == 0
+    assert norm == pytest.approx(Reference().step(gradients(1)), rel=1e-6)
+    torch.testing.assert_close(rig.weights(1)["bias"], START["bias"] - 0.01 * direction)
+    rig.step(2, gradients(2) | {"bias": direction}, clip=1e-3)
+    torch.testing.assert_close(rig.weights(2)["bias"], START["bias"] - 0.02 * direction)
+
+
+def test_no_gradient_is_a_zero_gradient_and_never_the_last_steps(tmp_path):
+    rig, reference = Rig(tmp_path).load(START), Reference()
+    for step in (1, 2, 3):
+        values = gradients(step)
+        if step == 2:
+            values = {name: value for name, value in values.items() if name != "expert"}
+        rig.step(step, values, clip=None)
+        reference.step({"expert": torch.zeros(301)} | values, clip=None)
+        for name, p in reference.parameters.items():
+            assert torch.equal(rig.weights(step)[name], p.detach())
+
+
+def test_one_huge_gradient_in_the_last_bucket_scales_every_bucket(tmp_path):
+    rig, reference = Rig(tmp_path).load(START), Reference()
+    values = gradients(1)
+    last = rig.buckets[-1].ranges[-1]
+    values[last.name][last.stop - 1] = 1e6
+    assert rig.step(1, values) == pytest.approx(reference.step(values), rel=1e-6)
+    for name, p in reference.parameters.items():
+        torch.testing.assert_close(rig.weights(1)[name], p.detach(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
+def test_a_step_that_is_not_finite_changes_no_bit_and_lets_workers_go_on(tmp_path, poison):
+    rig, reference = Rig(tmp_path).load(START), Reference()
+    rig.step(1, gradients(1), clip=None)
+    reference.step(gradients(1), clip=None)
+    before = rig.state()
+    values = gradients(2)
+    values["expert"][17] = poison
+    rig.step(2, values)
+    assert all(map(torch.equal, before, rig.state()))
+    assert [core.counters.skipped_steps for core in rig.cores] == [1, 1]
+    rig.weights(2)  # does not wait
+    # The skipped step does not count in the bias correction either.
+    rig.step(3, gradients(3), clip=None)
+    reference.step(gradients(3), clip=None)
+    for name, p in reference.parameters.items():
+        assert torch.equal(rig.weights(3)[name], p.detach())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_small_moves_of_a_norm_weight_are_not_lost(tmp_path, dtype):
+    shards = [Shard(Range("norm", 0, 16), 0, dtype, False)]
+    rig = Rig(tmp_path, shards=shards, actors=1).load({"norm": torch.ones(16)})
+    for step in range(1, 21):
+        rig.step(step, {"norm": torch.ones(16)}, lr=1e-4, clip=None)
+    master = rig.arenas[0].master(0)
+    torch.testing.assert_close(master, torch.full((16,), 1 - 20e-4), rtol=0, atol=1e-5)
+    weights = rig.fetch(shards[0].range, 20, getattr(torch, dtype))
+    assert torch.equal(weights, master.to(weights.dtype))
+    assert (weights < 1).all()
+
+
+@pytest.mark.parametrize("wrong", [0, 2, 4, 9], ids=["older", "repeated", "skipping", "far ahead"])
+def test_a_step_that_is_not_the_next_is_refused(tmp_path, wrong):
+    rig = Rig(tmp_path).load(START)
+    rig.step(1, gradients(1))
+    rig.step(2, gradients(2))
+    before = rig.state()
+    with pytest.raises(RunFailed, match=f"step {wrong} was asked of .* has committed step 2"):
+        rig.cores[0].update(wrong, lr=1.0, clip_factor=1.0)
+    assert all(map(torch.equal, before, rig.state()))
+
+
+def test_an_arena_that_was_not_loaded_is_not_updated(tmp_path):
+    with pytest.raises(RunFailed, match="before it was loaded"):
+        Rig(tmp_path).cores[0].update(0, lr=1.0, clip_factor=1.0)
+
+
+def test_an_update_cut_off_half_way_is_finished_by_a_replacement(tmp_path):
+    whole, halved = tmp_path / "whole", tmp_path / "halved"
+    whole.mkdir()
+    halved.mkdir()
+    undisturbed = Rig(whole, actors=1).load(START)
+    undisturbed.step(1, gradients(1), clip=None)
+
+    rig = Rig(halved, actors=1).load(START)
+    rig.write(gradients(1), version=0)
+    arena = rig.arenas[0]
+    update_bucket(arena, 0, step=1, lr=1e-2, clip_factor=1.0, settings=SETTINGS)
+    arena.begin_update(1).master.fill_(math.nan)  # and here the actor dies
+    with Arena.attach(arena.path, run="r") as attached:
+        replacement = OptimizerCore(attached, SETTINGS)
+        assert replacement.step == 0
+        replacement.update(1, lr=1e-2, clip_factor=1.0)
+        assert replacement.counters.updated_buckets == len(rig.buckets) - 1
+    assert all(map(torch.equal, undisturbed.state(), rig.state()))
+
+
+def test_microbatches_add_up_in_fp32_and_start_from_nothing(tmp_path):
+    rig = Rig(tmp_path).load(START)
+    rig.step(1, gradients(1))
+    rig.stream.begin_step(version=1, timeout_s=1)
+    parts = [seeded(n, 500).bfloat16() for n in range(4)]
+    for part in parts:
+        rig.stream.write("embedding", 0, part, accumulate=True)
+    # An expert that only later microbatches reach, and only in part.
+    rig.stream.write("expert", 50, torch.ones(150), accumulate=True)
+    rig.stream.write("expert", 100, torch.ones(150), accumulate=True)
+    assert rig.stream.finish() == SIZES["norm"] + SIZES["bias"] + unreached(rig, 50, 250)
+
+    expert = torch.zeros(301)
+    expert[50:200] += 1
+    expert[100:250] += 1
+    total = sum(part.float() for part in parts)
+    assert torch.equal(gradient_of(rig, Range("embedding", 0, 500)), total)
+    assert torch.equal(gradient_of(rig, Range("expert", 0, 301)), expert)
+    assert torch.equal(gradient_of(rig, Range("norm", 0, 20)), torch.zeros(20))
+    expected = total.double().square().sum() + expert.double().square().sum()
+    torch.testing.assert_close(rig.stream.squared_norm(), expected, rtol=1e-14, atol=0)
+
+
+def unreached(rig, start, stop):
+    """Elements of bucket ranges of `expert` that [start, stop) does not touch."""
+    ranges = [r for b in rig.buckets for r in b.ranges if r.name == "expert"]
+    return sum(r.size for r in ranges if r.stop <= start or r.start >= stop)
+
+
+def gradient_of(rig, held):
+    found = torch.empty(held.size)
+    for b in rig.buckets:
+        offset = 0
+        for r in b.ranges:
+            if r.name == held.name:
+                region = rig.arenas[b.actor].gradient(b.index)
+                found[r.start - held.start : r.stop - held.start] = region[offset : offset + r.size]
+            offset += r.size
+    return found
+
+
+def test_a_gradient_waits_for_the_commit_of_the_step_before(tmp_path):
+    rig = Rig(tmp_path).load(START)
+    rig.stream.begin_step(version=1, timeout_s=0.01)
+    with pytest.raises(WaitTimeout, match="did not reach version 1"):
+        rig.stream.write("norm", 0, torch.ones(20), accumulate=False)
+    with pytest.raises(WaitTimeout, match="did not reach version 1"):
+        rig.stream.finish()
+
+
+def test_a_gradient_outside_a_step_is_refused(tmp_path):
+    rig = Rig(tmp_path).load(START)
+    with pytest.raises(AssertionError, match="outside"):
+        rig.stream.write("norm", 0, torch.ones(20), accumulate=False)
+
+
+def test_a_forward_fetches_early_buckets_while_later_ones_update(tmp_path):
+    rig = Rig(tmp_path, actors=1).load(START)
+    rig.write(gradients(1), version=0)
+    update_bucket(rig.arenas[0], 0, step=1, lr=1e-2, clip_factor=1.0, settings=SETTINGS)
+    first = rig.buckets[0].ranges[0]
+    assert torch.equal(rig.fetch(first, 1), rig.arenas[0].master(0)[: first.size])
+    assert (rig.stream.fetches, rig.stream.overlapped_fetches) == (1, 1)
+    with pytest.raises(WaitTimeout, match="bucket 1 of optimizer actor 0"):
+        rig.stream.fetch("embedding", first.stop, torch.empty(4), version=1, timeout_s=0.01)
+    with pytest.raises(ClusterError, match="holds version 1"):
+        rig.fetch(first, 0)
+
+
+def test_clipping_is_torchs_and_skips_what_is_not_finite():
+    assert clipping_factor(4.0, 1.0) == 1.0 / (4.0 + 1e-6)
+    assert clipping_factor(0.5, 1.0) == 1.0
+    assert clipping_factor(1e9, None) == 1.0
+    assert clipping_factor(0.0, 1.0) == 1.0
+    assert clipping_factor(math.inf, 1.0) is None
+    assert clipping_factor(math.nan, None) is None
+
+
+def _write_or_update(rank, folder, start, gradient):
+    from pathlib import Path
+
+    shards = [Shard(Range("p", 0, 40), 0, "bfloat16", True)]
+    buckets = cut_buckets(shards, bucket_parameters=16, actors_of_rank=lambda rank: [0])
+    path = Path(folder) / "0.arena"
+    if rank == 1:  # the actor
+        arena = Arena.create(path, run="r", buckets=buckets, spare_frames=1)
+        core = OptimizerCore(arena, SETTINGS)
+        core.load(Range("p", 0, 40), start)
+        core.commit_load(0)
+        dist.barrier()
+        box = [None]
+        dist.broadcast_object_list(box, src=0)  # the clipping factor, when gradients are there
+        core.update(1, lr=1e-2, clip_factor=box[0])
+        dist.barrier()
+        return core.read(Range("p", 0, 40))[0]
+    dist.barrier()
+    stream = GradientStream(buckets, {0: Arena.attach(path, run="r")})
+    stream.begin_step(version=0, timeout_s=5)
+    stream.write("p", 0, gradient, accumulate=False)
+    stream.finish()
+    factor = clipping_factor(math.sqrt(stream.squared_norm().item()), 1.0)
+    dist.broadcast_object_list([factor], src=0)
+    weights = torch.empty(40, dtype=torch.bfloat16)
+    stream.fetch("p", 0, weights, version=1, timeout_s=20)
+    dist.barrier()
+    return weights
+
+
+def test_one_process_writes_gradients_and_another_updates(tmp_path):
+    start, gradient = seeded(1, 40), seeded(2, 40).bfloat16()
+    weights, master = run_ranks(2, _write_or_update, str(tmp_path), start, gradient)
+    p = torch.nn.Parameter(start.clone())
+    p.grad = gradient.float()
+    torch.nn.utils.clip_grad_norm_([p], 1.0)
+    torch.optim.AdamW([p], lr=1e-2, betas=SETTINGS.betas, weight_decay=SETTINGS.weight_decay).step()
+    torch.testing.assert_close(master, p.detach(), rtol=0, atol=1e-6)
+    assert torch.equal(weights, master.bfloat16())
+
+
+def _norm_of_rank(rank):
+    return global_norm(torch.tensor(float(rank + 3) ** 2, dtype=torch.float64))
+
+
+def test_the_global_norm_is_the_same_on_all_ranks():
+    assert run_ranks(2, _norm_of_rank) == [5.0, 5.0]
+
+
+# The stand-alone optimizer
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(3)
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 20), torch.nn.Tanh(), torch.nn.LayerNorm(20), torch.nn.Linear(20, 3)
+    ).to(dtype)
+
+
+def backward(net, step):
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+    net(x.to(next(net.parameters()).dtype)).float().square().mean().backward()
+
+
+def groups(net):
+    return [
+        {"params": [p for p in net.parameters() if p.ndim > 1], "weight_decay": 0.3},
+        {"params": [p for p in net.parameters() if p.ndim <= 1], "weight_decay": 0.0, "lr": 3e-3},
+    ]
+
+
+def train(net, optimizer, steps, clip=0.5):
+    for step in steps:
+        backward(net, step)
+        if isinstance(optimizer, OffloadStreamAdamW):
+            assert all(p.grad is None for p in net.parameters())
+            optimizer.step(clip)
+        else:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_stand_alone_it_equals_torch_adamw_with_groups_and_a_schedule():
+    ours, theirs = model(), model()
+    optimizers = [
+        OffloadStreamAdamW(groups(ours), lr=1e-2, bucket_parameters=30),
+        torch.optim.AdamW(groups(theirs), lr=1e-2),
+    ]
+    for net, optimizer in zip((ours, theirs), optimizers, strict=True):
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
+        for step in range(12):
+            train(net, optimizer, [step])
+            schedule.step()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+
+
+def test_stand_alone_bf16_parameters_are_the_rounding_of_fp32_masters():
+    net = model(torch.bfloat16)
+    optimizer = OffloadStreamAdamW(net.parameters(), lr=1e-4, bucket_parameters=50)
+    train(net, optimizer, range(3))
+    for number, p in enumerate(net.parameters()):
+        master = optimizer.state_dict()["state"][number]["master"]
+        assert master.dtype == torch.float32
+        assert torch.equal(master.bfloat16(), p)
+        assert not torch.equal(master, p.float())
+
+
+def test_stand_alone_loaded_parameters_are_not_undone_by_the_next_step():
+    net = model()
+    optimizer = OffloadStreamAdamW(net.parameters(), lr=0.0)
+    train(net, optimizer, range(2))
+    loaded = {name: value + 1 for name, value in net.state_dict().items()}
+    net.load_state_dict(loaded)
+    train(net, optimizer, range(2))
+    assert all(torch.equal(value, loaded[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stand_alone_ten_steps_equal_five_and_five_through_a_state_dict(dtype):
+    straight, first = model(dtype), model(dtype)
+    train(straight, OffloadStreamAdamW(groups(straight), lr=1e-2), range(10))
+    optimizer = OffloadStreamAdamW(groups(first), lr=1e-2, bucket_parameters=30)
+    train(first, optimizer, range(5))
+    second = model(dtype)
+    second.load_state_dict(first.state_dict())
+    resumed = OffloadStreamAdamW(groups(second), lr=77.0, bucket_parameters=11)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(second, resumed, range(5, 10))
+    assert all(map(torch.equal, straight.parameters(), second.parameters()))
+
+
+def test_stand_alone_it_continues_from_torchs_own_state():
+    ours, theirs = model(), model()
+    reference = torch.optim.AdamW(groups(theirs), lr=1e-2)
+    train(theirs, reference, range(3))
+    ours.load_state_dict(theirs.state_dict())
+    optimizer = OffloadStreamAdamW(groups(ours), lr=1e-2)
+    optimizer.load_state_dict(reference.state_dict())
+    train(theirs, reference, range(3, 6))
+    train(ours, optimizer, range(3, 6))
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+
+
+def test_stand_alone_state_of_uneven_age_is_refused():
+    net = model()
+    optimizer = OffloadStreamAdamW(net.parameters())
+    state = optimizer.state_dict()
+    state["state"][1]["step"] = torch.tensor(4.0)
+    with pytest.raises(CheckpointError, match=r"updated \[0, 4\] times"):
+        optimizer.load_state_dict(state)
+
+
+def test_stand_alone_zero_grad_drops_and_backward_adds_up():
+    ours, theirs = model(), model()
+    optimizer, reference = (
+        OffloadStreamAdamW(ours.parameters()),
+        torch.optim.AdamW(theirs.parameters()),
+    )
+    backward(ours, 99)
+    optimizer.zero_grad()
+    for step in (1, 2):
+        backward(ours, step)
+        backward(theirs, step)
+    norm = optimizer.step()
+    assert norm == pytest.approx(
+        torch.nn.utils.get_total_norm([p.grad for p in theirs.parameters()]).item(), rel=1e-6
+    )
+    reference.step()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+
+
+def test_stand_alone_a_step_that_is_not_finite_changes_nothing():
+    net = model()
+    optimizer = OffloadStreamAdamW(net.parameters())
+    before = copy.deepcopy(net.state_dict())
+    next(net.parameters()).grad = torch.full((20, 6), math.inf)
+    assert optimizer.step(1.0) == math.inf
+    assert optimizer.skipped_steps == 1
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_stand_alone_frozen_and_non_contiguous_parameters(tmp_path):
+    frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    turned = torch.nn.Parameter(seeded(1, 12).view(3, 4).t())
+    plain = torch.nn.Parameter(turned.detach().clone())
+    optimizer = OffloadStreamAdamW([frozen, turned], arena=tmp_path / "a.arena", lr=0.1)
+    reference = torch.optim.AdamW([plain], lr=0.1)
+    for p in (turned, plain):
+        (p * seeded(2, 12).view(4, 3)).sum().backward()
+    optimizer.step()
+    reference.step()
+    assert torch.equal(frozen, torch.ones(3))
+    assert torch.equal(turned, plain)
+    optimizer.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_stand_alone_a_forgotten_optimizer_lets_go_of_the_parameters():
+    net = model()
+    OffloadStreamAdamW(net.parameters())
+    backward(net, 1)
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_stand_alone_what_is_not_supported_is_said():
+    net = model()
+    with pytest.raises(InputError, match=r"update_on: device is not supported.*host"):
+        OffloadStreamAdamW(net.parameters(), update_on="device")
+    optimizer = OffloadStreamAdamW(net.parameters())
+    with pytest.raises(InputError, match="to the constructor"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(InputError, match="float16"):
+        OffloadStreamAdamW(model(torch.float16).parameters())

@@ -1,0 +1,309 @@
+"""Snapshots: any layout reads any other's, and what is damaged is named and skipped."""
+
+import json
+import logging
+import os
+
+import pyarrow as pa
+import pytest
+import torch
+from flatpeak.workers.arena import Arena
+from flatpeak.workers.buckets import Range, Shard, cut_buckets
+from flatpeak.workers.errors import CheckpointError, RunFailed
+from flatpeak.workers.optimizer import AdamW, OptimizerCore
+from flatpeak.workers.partition import parts
+from flatpeak.workers.snapshot import (
+    SnapshotReader,
+    commit_manifest,
+    find_latest,
+    keep_last,
+    restore,
+    snapshot_folder,
+    write_snapshot_part,
+)
+
+SETTINGS = AdamW()
+EXPERTS, EXPERT_SIZE = 4, 30
+DENSE = {"embedding": 101, "norm": 7}
+
+
+def layout(workers, expert_ranks):
+    """Dense parameters cut over `workers` ranks, whole experts over `expert_ranks` of them."""
+    shards = [
+        Shard(Range(name, start, stop), rank, "bfloat16", name != "norm")
+        for name, size in DENSE.items()
+        for rank, (start, stop) in enumerate(parts(size, workers))
+    ]
+    shards += [
+        Shard(Range("experts", start * EXPERT_SIZE, stop * EXPERT_SIZE), rank, "bfloat16", True)
+        for rank, (start, stop) in enumerate(parts(EXPERTS, expert_ranks))
+    ]
+    return shards
+
+
+SIZES = {**DENSE, "experts": EXPERTS * EXPERT_SIZE}
+
+
+def values(step):
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(size, generator=generator) for name, size in SIZES.items()}
+
+
+class Cluster:
+    """All actors of a run in one process."""
+
+    def __init__(self, folder, *, workers=2, expert_ranks=2, actors=2, bucket_parameters=16):
+        folder.mkdir(parents=True)
+        buckets = cut_buckets(
+            layout(workers, expert_ranks),
+            bucket_parameters=bucket_parameters,
+            actors_of_rank=lambda rank: range(actors),
+        )
+        self.arenas = [
+            Arena.create(
+                folder / f"{actor}.arena",
+                run="r",
+                buckets=[b for b in buckets if b.actor == actor],
+                spare_frames=1,
+            )
+            for actor in range(actors)
+        ]
+        self.cores = [OptimizerCore(arena, SETTINGS) for arena in self.arenas]
+
+    def start(self):
+        for core in self.cores:
+            for b in core.buckets:
+                for held in b.ranges:
+                    core.load(held, values(0)[held.name][held.start : held.stop])
+            core.commit_load(0)
+        return self
+
+    def train(self, steps):
+        for step in steps:
+            gradients = values(step)
+            for core in self.cores:
+                for b in core.buckets:
+                    core.arena.gradient(b.index).copy_(
+                        torch.cat([gradients[r.name][r.start : r.stop] for r in b.ranges])
+                    )
+                # Step 3 is skipped, so that steps and updates differ from there on.
+                core.update(step, lr=1e-2, clip_factor=None if step == 3 else 0.5)
+        return self
+
+    def save(self, run, step, meta=None):
+        folder = snapshot_folder(run, step)
+        written = [
+            write_snapshot_part(folder, arena, actor, step)
+            for actor, arena in enumerate(self.arenas)
+        ]
+        commit_manifest(folder, step=step, parts=written, meta=meta or {})
+        return folder
+
+    def restore(self, folder):
+        with SnapshotReader(folder) as reader:
+            for core in self.cores:
+                restore(core, reader)
+        return self
+
+    def state(self):
+        """Every parameter's master, moments and weights, put together from all actors."""
+        found = {name: torch.full((4, size), torch.nan) for name, size in SIZES.items()}
+        for arena in self.arenas:
+            for b in arena.buckets:
+                offset, frame = 0, arena.frame(b.index)
+                for r in b.ranges:
+                    for row, part in zip(found[r.name], (*frame.state, frame.weights), strict=True):
+                        row[r.start : r.stop] = part[offset : offset + r.size]
+                    offset += r.size
+        return found
+
+
+def same(left, right):
+    return all(torch.equal(left[name], right[name]) for name in SIZES)
+
+
+OTHER_LAYOUTS = [
+    pytest.param({"workers": w, "expert_ranks": e, "actors": m, "bucket_parameters": b}, id=name)
+    for name, w, e, m, b in [
+        ("W 1", 1, 1, 1, 1000),
+        ("W 3, E_p 4", 3, 4, 3, 11),
+        ("W 8, some shards empty", 8, 2, 5, 5),
+        ("one element a bucket", 2, 2, 2, 1),
+    ]
+]
+
+
+@pytest.mark.parametrize("other", OTHER_LAYOUTS)
+def test_ten_steps_equal_five_and_five_in_another_layout(tmp_path, other):
+    straight = Cluster(tmp_path / "a").start().train(range(1, 11))
+    half = Cluster(tmp_path / "b").start().train(range(1, 6))
+    folder = half.save(tmp_path / "run", 5)
+    resumed = Cluster(tmp_path / "c", **other).restore(folder)
+    assert same(half.state(), resumed.state())
+    assert {core.step for core in resumed.cores} == {5}
+    assert same(straight.state(), resumed.train(range(6, 11)).state())
+
+
+def test_experts_follow_every_change_of_the_expert_degree(tmp_path):
+    first = Cluster(tmp_path / "2", expert_ranks=2).start().train([1, 2])
+    current = first
+    for number, degree in enumerate((1, 4, 2)):
+        folder = current.save(tmp_path / f"run{number}", 2)
+        with SnapshotReader(folder) as reader:
+            held = sorted((r.start, r.stop) for r in reader.ranges() if r.name == "experts")
+            assert sum(stop - start for start, stop in held) == EXPERTS * EXPERT_SIZE
+        current = Cluster(tmp_path / f"{number}-{degree}", expert_ranks=degree, workers=4)
+        current.restore(folder)
+        assert same(first.state(), current.state())
+
+
+def test_any_range_can_be_read(tmp_path):
+    cluster = Cluster(tmp_path / "a").start().train([1])
+    folder = cluster.save(tmp_path / "run", 1, meta={"tokens": 12})
+    state = cluster.state()
+    with SnapshotReader(folder) as reader:
+        assert (reader.step, reader.updates, reader.meta) == (1, 1, {"tokens": 12})
+        for name, start, stop in [("experts", 29, 61), ("embedding", 0, 101), ("norm", 3, 3)]:
+            for part, expected in zip(
+                reader.read(Range(name, start, stop)), state[name], strict=False
+            ):
+                assert torch.equal(part, expected[start:stop])
+        with pytest.raises(CheckpointError, match="no bucket holds element 101 of embedding"):
+            reader.read(Range("embedding", 90, 102))
+        with pytest.raises(CheckpointError, match=r"not of this model.*head"):
+            reader.read(Range("head", 0, 1))
+
+
+def test_a_snapshot_is_written_from_the_arena_without_staging(tmp_path):
+    shards = [Shard(Range("p", 0, 400_000), 0, "bfloat16", True)]
+    buckets = cut_buckets(shards, bucket_parameters=50_000, actors_of_rank=lambda rank: [0])
+    with Arena.create(tmp_path / "0.arena", run="r", buckets=buckets, spare_frames=1) as arena:
+        for b in buckets:
+            arena.advance(b.index, 1)
+        before = pa.total_allocated_bytes()
+        peak_before = pa.default_memory_pool().max_memory()
+        part = write_snapshot_part(tmp_path / "s", arena, 0, 1)
+        assert pa.total_allocated_bytes() == before
+        assert pa.default_memory_pool().max_memory() <= peak_before + 65536
+        assert 12 * 400_000 <= part.nbytes <= 12 * 400_000 + 65536
+
+
+def test_a_snapshot_refuses_an_arena_at_another_step(tmp_path):
+    cluster = Cluster(tmp_path / "a").start().train([1, 2])
+    with pytest.raises(RunFailed, match=r"snapshot of step 1 .* at version 2"):
+        write_snapshot_part(tmp_path / "s", cluster.arenas[0], 0, 1)
+    with pytest.raises(CheckpointError, match="belong to step 1 alone"):
+        commit_manifest(
+            tmp_path / "s",
+            step=1,
+            parts=[write_snapshot_part(tmp_path / "s", cluster.arenas[0], 0, 2)],
+            meta={},
+        )
+    assert not (tmp_path / "s" / "manifest.json").exists()
+
+
+def test_writing_a_step_again_keeps_the_old_snapshot_until_the_new_one_is_whole(tmp_path):
+    first = Cluster(tmp_path / "a").start().train([1])
+    folder = first.save(tmp_path / "run", 1)
+    again = Cluster(tmp_path / "b", actors=3, bucket_parameters=9).start().train([1])
+    written = [write_snapshot_part(folder, a, n, 1) for n, a in enumerate(again.arenas)]
+    old = Cluster(tmp_path / "c").restore(folder)
+    assert same(old.state(), first.state())
+    commit_manifest(folder, step=1, parts=written, meta={})
+    assert sorted(p.name for p in folder.glob("*.arrow")) == sorted(part.file for part in written)
+    assert same(Cluster(tmp_path / "d").restore(folder).state(), first.state())
+
+
+def an_arrow_file(folder):
+    return sorted(folder.glob("*.arrow"))[0]
+
+
+def flip_a_byte_of_state(folder):
+    path = an_arrow_file(folder)
+    content = bytearray(path.read_bytes())
+    with pa.memory_map(str(path)) as source:
+        batch = pa.ipc.open_file(source).get_batch(0)
+        needle = batch.column("exp_avg").buffers()[2].to_pybytes()
+        del batch
+    content[content.find(needle) + 1] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(folder):
+    os.truncate(an_arrow_file(folder), an_arrow_file(folder).stat().st_size - 9)
+
+
+def scramble_the_footer(folder):
+    path = an_arrow_file(folder)
+    content = path.read_bytes()
+    path.write_bytes(content[:-40] + bytes(40))
+
+
+def edit_the_manifest(folder):
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "updates": 9}))
+
+
+DAMAGES = [
+    pytest.param(flip_a_byte_of_state, r"actor-0.*checksum of its batch 0", id="flipped byte"),
+    pytest.param(truncate, r"actor-0.*bytes instead of", id="truncated"),
+    pytest.param(scramble_the_footer, r"actor-0.* cannot be used", id="footer"),
+    pytest.param(lambda f: an_arrow_file(f).unlink(), r"actor-0.*it is missing", id="no part"),
+    pytest.param(edit_the_manifest, r"manifest.json.*checksum", id="edited manifest"),
+    pytest.param(
+        lambda f: (f / "manifest.json").write_text('{"crc'), r"manifest.json", id="cut manifest"
+    ),
+    pytest.param(
+        lambda f: (f / "manifest.json").unlink(), r"manifest.json.*not finished", id="no manifest"
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_damage_is_named_and_the_snapshot_before_it_is_used(tmp_path, caplog, damage, message):
+    cluster = Cluster(tmp_path / "a").start().train([1])
+    run = tmp_path / "run"
+    good = cluster.save(run, 1)
+    bad = cluster.train([2]).save(run, 2)
+    assert find_latest(run, verify=True) == bad
+    damage(bad)
+    with pytest.raises(CheckpointError, match=message), SnapshotReader(bad) as reader:
+        reader.verify()
+    with caplog.at_level(logging.WARNING):
+        assert find_latest(run, verify=True) == good
+    assert str(bad) in caplog.text
+
+
+def test_a_run_without_snapshots_has_no_latest(tmp_path):
+    assert find_latest(tmp_path / "nowhere") is None
+    snapshot_folder(tmp_path, 3).mkdir(parents=True)
+    assert find_latest(tmp_path) is None
+
+
+def test_the_latest_is_the_highest_step_not_the_last_name(tmp_path):
+    cluster = Cluster(tmp_path / "a").start()
+    run = tmp_path / "run"
+    for step in range(1, 12):
+        cluster.train([step])
+        if step in (2, 9, 11):
+            cluster.save(run, step)
+    assert find_latest(run) == snapshot_folder(run, 11)
+
+
+def test_only_the_last_complete_snapshots_and_what_is_in_the_making_stay(tmp_path):
+    cluster = Cluster(tmp_path / "a").start()
+    run = tmp_path / "run"
+    for step in range(1, 6):
+        cluster.train([step])
+        folder = cluster.save(run, step)
+        if step in (2, 5):  # 2 was given up, 5 is in the making
+            (folder / "manifest.json").unlink()
+    removed = keep_last(run, 2)
+    assert {folder.name for folder in removed} == {"step-1", "step-2"}
+    assert {folder.name for folder in (run / "snapshots").iterdir()} == {
+        "step-3",
+        "step-4",
+        "step-5",
+    }
+    assert keep_last(run, 2) == []
