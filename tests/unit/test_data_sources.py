@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from flatpeak.workers.data import Samples, open_samples, sources
+from flatpeak.workers.data import Samples, documents, open_samples, sources
+from flatpeak.workers.data.documents import Documents
 from flatpeak.workers.data.tokenizer import ByteTokenizer
 from flatpeak.workers.errors import DataError
 from hypothesis import given
@@ -77,6 +78,27 @@ def test_parquet_token_ids_of_fixed_length(tmp_path):
     assert documents_of(open_bytes(path, tokens_column="ids")) == [[1, 2], [3, 4]]
 
 
+def test_a_link_is_read_by_its_own_name_and_not_by_that_of_its_target(tmp_path):
+    write_parquet(tmp_path / "blob", text=["linked"])
+    (tmp_path / "a.parquet").symlink_to(tmp_path / "blob")
+    assert documents_of(open_bytes(tmp_path / "a.parquet")) == as_bytes(["linked"])
+
+
+def test_shards_without_a_single_document_are_passed_over(tmp_path):
+    root = tmp_path / "shards"
+    root.mkdir()
+    write_parquet(root / "0.parquet", text=pa.array([], pa.string()))
+    write_parquet(root / "1.parquet", text=pa.array([None, None], pa.string()))
+    write_parquet(root / "2.parquet", text=["a document"])
+    assert documents_of(open_bytes(root)) == as_bytes(["a document"])
+
+
+def test_a_jsonl_file_may_start_with_nothing_but_nulls(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_JSONL_BYTES", 8)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in (None, "", "a document")])
+    assert documents_of(open_bytes(path)) == as_bytes(["a document"])
+
+
 def test_jsonl_text_with_other_keys_blank_lines_and_missing_values(tmp_path):
     path = tmp_path / "a.jsonl"
     lines = [json.dumps({"meta": {"n": n}, "text": text}) for n, text in enumerate(TEXTS)]
@@ -90,7 +112,7 @@ def test_jsonl_token_ids(tmp_path):
 
 
 def test_jsonl_longer_than_a_piece_and_with_lines_longer_than_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_JSONL_BYTES", 64)
+    monkeypatch.setattr(documents, "_JSONL_BYTES", 64)
     texts = ["a" * n for n in (3, 200, 1, 64, 63, 1000, 2)]
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     assert documents_of(open_bytes(path)) == as_bytes(texts)
@@ -122,6 +144,19 @@ def test_a_source_tree_is_read_in_path_order_without_hidden_and_binary_files(tmp
     assert documents_of(open_bytes(root)) == expected
 
 
+@pytest.mark.parametrize("batch_bytes", [1, 4, 100])
+def test_text_files_are_the_same_documents_however_they_are_batched(
+    tmp_path, monkeypatch, batch_bytes
+):
+    monkeypatch.setattr(documents, "_TEXT_BYTES", batch_bytes)
+    root = tmp_path / "tree"
+    root.mkdir()
+    texts = ["abc", "", "d", "efghi", "jk"]
+    for number, text in enumerate(texts):
+        (root / f"{number}.txt").write_text(text)
+    assert documents_of(open_bytes(root)) == as_bytes(texts)
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_a_directory_of_shards_is_read_in_path_order_and_its_readme_is_not(tmp_path, suffix):
     root = tmp_path / "shards"
@@ -146,7 +181,7 @@ def test_the_default_corpus_leaves_out_tests_and_installed_packages():
 @given(st.lists(st.binary(min_size=1, max_size=9), min_size=1, max_size=9))
 def test_the_byte_tokenizer_equals_a_loop(documents):
     array = pa.array([b"cut off", *documents], pa.large_binary())[1:]
-    ids, lengths = ByteTokenizer().encode(array, Path("origin"))
+    ids, lengths = ByteTokenizer().encode(Documents(array, (Path("origin"),)))
     assert ids.tolist() == [token for document in documents for token in [*document, 256]]
     assert lengths.tolist() == [len(document) + 1 for document in documents]
 
@@ -184,10 +219,13 @@ def test_a_hugging_face_tokenizer_gives_its_ids_and_its_eos(tmp_path, tokenizer_
 def test_text_that_is_not_utf8_is_refused_by_a_hugging_face_tokenizer(
     tmp_path, tokenizer_directory
 ):
-    path = tmp_path / "latin.txt"
-    path.write_bytes(b"caf\xe9\n")
+    root = tmp_path / "tree"
+    root.mkdir()
+    (root / "empty.txt").touch()
+    (root / "fine.txt").write_text("café")
+    (root / "latin.txt").write_bytes(b"caf\xe9\n")
     with pytest.raises(DataError, match=r"latin\.txt is not UTF-8.*`bytes`"):
-        open_bytes(path, tokenizer=str(tokenizer_directory))
+        open_bytes(root, tokenizer=str(tokenizer_directory))
 
 
 def missing_path(folder: Path) -> dict[str, Any]:

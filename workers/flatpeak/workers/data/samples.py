@@ -19,8 +19,9 @@ from pathlib import Path
 
 import numpy as np
 from flatpeak.workers.data.corpus import FORMAT, Corpus, open_corpus
+from flatpeak.workers.data.documents import Documents, document_bounds, read_documents
 from flatpeak.workers.data.order import permute
-from flatpeak.workers.data.sources import Source, document_bounds, find_source, read_documents
+from flatpeak.workers.data.sources import Source, find_source
 from flatpeak.workers.data.tokenizer import Tokenizer, open_tokenizer
 from flatpeak.workers.errors import DataError
 
@@ -135,15 +136,17 @@ def _cache_dir(given: str | None) -> Path:
 def _tokenise(
     source: Source, tokenizer: Tokenizer | None, *, text_column: str, tokens_column: str | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    documents = read_documents(source, text_column=text_column, tokens_column=tokens_column)
-    for path, batch in documents:
+    batches = read_documents(source, text_column=text_column, tokens_column=tokens_column)
+    for documents in batches:
         if tokenizer:
-            yield tokenizer.encode(batch, path)
+            yield tokenizer.encode(documents)
         else:
-            yield _ready_ids(batch.flatten(), path), np.diff(document_bounds(batch))
+            yield _ready_ids(documents), np.diff(document_bounds(documents.values))
 
 
-def _ready_ids(values, path: Path) -> np.ndarray:
+def _ready_ids(documents: Documents) -> np.ndarray:
+    path = documents.origin(0)
+    values = documents.values.flatten()
     if values.null_count:
         raise DataError(f"{path} has a null among its token ids; write every id as an integer")
     ids = values.to_numpy()

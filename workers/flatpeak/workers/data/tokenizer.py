@@ -4,13 +4,14 @@ A tokenizer turns a batch of documents into one flat array of ids and the docume
 document ends with the end-of-document id, which its last token predicts.
 """
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import pyarrow as pa
-from flatpeak.workers.data.sources import document_bounds, listing
+from flatpeak.workers.data.documents import Documents, document_bounds
+from flatpeak.workers.data.sources import listing
 from flatpeak.workers.errors import DataError
 
 
@@ -19,13 +20,13 @@ class Tokenizer(Protocol):
         """What the ids depend on, as JSON."""
         ...
 
-    def encode(self, documents: pa.LargeBinaryArray, origin: Path) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, lengths) of documents none of which is null or empty; errors name `origin`."""
+    def encode(self, documents: Documents) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, lengths): flat ids of all documents, and the number of ids of each."""
         ...
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """ "bytes", or the path of a Hugging Face tokenizer directory, loaded when first used."""
+    """Resolve `data.tokenizer`: "bytes", or a Hugging Face tokenizer directory."""
     return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
 
 
@@ -33,14 +34,13 @@ class ByteTokenizer:
     """Ids 0-255 are bytes, 256 ends a document. Takes any bytes, valid UTF-8 or not."""
 
     END = 256
-    VOCAB_SIZE = 257
 
     def identity(self) -> object:
         return "bytes"
 
-    def encode(self, documents: pa.LargeBinaryArray, origin: Path) -> tuple[np.ndarray, np.ndarray]:
-        bounds = document_bounds(documents)
-        values = np.frombuffer(documents.buffers()[2], np.uint8)
+    def encode(self, documents: Documents) -> tuple[np.ndarray, np.ndarray]:
+        bounds = document_bounds(documents.values)
+        values = np.frombuffer(documents.values.buffers()[2], np.uint8)
         lengths = np.diff(bounds) + 1
         ids = np.empty(int(lengths.sum()), np.uint16)
         is_byte = np.ones(len(ids), bool)
@@ -58,29 +58,26 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, directory: str) -> None:
-        self._path = Path(directory).expanduser().resolve()
+        self._path = Path(os.path.abspath(os.path.expanduser(directory)))
         if not self._path.is_dir():
             raise DataError(
                 f"data.tokenizer: {self._path} is not a directory; give `bytes`, or a directory"
                 " with a tokenizer.json"
             )
-        self._loaded = None
+        # Loading takes seconds, and a cached corpus needs no tokenizer: left to the first use.
+        self._loaded: tuple[Any, int, type[np.unsignedinteger]] | None = None
 
     def identity(self) -> object:
         files = sorted(path for path in self._path.iterdir() if path.is_file())
         return [str(self._path), listing(self._path, tuple(files))]
 
-    def encode(self, documents: pa.LargeBinaryArray, origin: Path) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, documents: Documents) -> tuple[np.ndarray, np.ndarray]:
         tokenizer, end, dtype = self._loaded = self._loaded or _load(self._path)
-        try:
-            texts = documents.cast(pa.large_string()).to_pylist()
-        except pa.ArrowInvalid as error:
-            raise DataError(
-                f"{origin} is not UTF-8 ({error}); convert it, or set data.tokenizer to `bytes`,"
-                " which takes any bytes"
-            ) from error
         encoded: Iterable[list[int]] = tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+            _as_strings(documents),
+            add_special_tokens=False,
+            return_attention_mask=False,
+            verbose=False,
         )["input_ids"]
         # A normaliser may leave nothing of a text; such a document is as empty as an empty one.
         pieces = [np.array([*ids, end], dtype) for ids in encoded if ids]
@@ -88,9 +85,21 @@ class HuggingFaceTokenizer:
         return np.concatenate(pieces or [np.empty(0, dtype)]), lengths
 
 
+def _as_strings(documents: Documents) -> list[str]:
+    texts = []
+    for row, content in enumerate(documents.values.to_pylist()):
+        try:
+            texts.append(content.decode())
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{documents.origin(row)} is not UTF-8 ({error}); convert it, or set data.tokenizer"
+                " to `bytes`, which takes any bytes"
+            ) from error
+    return texts
+
+
 def _load(path: Path) -> tuple[Any, int, type[np.unsignedinteger]]:
     """(tokenizer, its eos id, the narrowest type that holds its ids)."""
-    # Takes seconds, and a cached corpus needs no tokenizer.
     from transformers import AutoTokenizer
 
     try:
