@@ -299,7 +299,7 @@ def test_microbatches_add_up_in_fp32_and_start_from_nothing(tmp_path):
     rig.stream.begin_step(version=1, timeout_s=1)
     parts = [seeded(n, 500).bfloat16() for n in range(4)]
     for part in parts:
-        rig.stream.write("embedding", 0, part, accumulate=True)
+        rig.stream.write("embedding", 0, part, accumulate=True, final=True)
     # An expert that only later microbatches reach, and only in part.
     rig.stream.write("expert", 50, torch.ones(150), accumulate=True)
     rig.stream.write("expert", 100, torch.ones(150), accumulate=True)

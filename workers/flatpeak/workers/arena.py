@@ -9,9 +9,9 @@ File: header (magic, format, checksum, run, layout as JSON), a word a bucket, a 
 updates that made it), frames, gradient regions, slab. Frames have the size of the largest bucket
 among those they serve; buckets of less than half of that size have smaller frames of their own.
 
-One process at a time updates an arena; any number read weights and write gradients. The flip is
-ordered after the frame's contents by x86-64's total store order; a CPU with weaker order needs a
-fence in `Arena._publish`.
+One process at a time updates an arena, and attaches anew to take over; any number read weights
+and write gradients. The flip is ordered after the frame's contents by x86-64's total store order;
+a CPU with weaker order needs a fence in `Arena._publish`.
 """
 
 import errno
@@ -152,6 +152,7 @@ class Arena:
         self._words = view[layout.words : layout.words + 8 * layout.word_count].cast("Q")
         self._bytes = torch.from_file(str(path), shared=True, size=self.nbytes, dtype=torch.uint8)
         self._pending: dict[int, int] = {}
+        self._free: dict[int, list[int]] = {}
         # Closed with the arena even if nobody calls close(): the lock must go with the mapping.
         weakref.finalize(self, file.close)
 
@@ -290,21 +291,18 @@ class Arena:
 
     def begin_update(self, i: int) -> Frame:
         """Views of a free frame for the bucket's next version; its contents are arbitrary."""
-        size_class = self._layout.class_of[i]
-        taken = {self._current(bucket.index)[1] for bucket in size_class.buckets}
-        taken.update(frame for bucket, frame in self._pending.items() if bucket != i)
-        first = size_class.first_frame
-        free = (n for n in range(first, first + size_class.frames) if n not in taken)
-        number = next(free, None)
-        assert number is not None, f"no free frame for bucket {i}: commit an update first"
-        self._pending[i] = number
-        return self._frame(i, number)
+        if i not in self._pending:
+            free = self._free_frames(self._layout.class_of[i])
+            assert free, f"no free frame for bucket {i}: commit an update first"
+            self._pending[i] = free.pop()
+        return self._frame(i, self._pending[i])
 
     def commit_update(self, i: int, version: int) -> None:
         """Make the frame of `begin_update` the bucket's current one, in one store."""
-        number = self._pending.pop(i)
+        number, left = self._pending.pop(i), self._current(i)[1]
         self._words[len(self.buckets) + number] = self.updates(i) + 1
         self._publish(i, version, number)
+        self._free_frames(self._layout.class_of[i]).append(left)
 
     def advance(self, i: int, version: int, *, updates: int | None = None) -> None:
         """Move the bucket to `version` with its state as it is: it was loaded, or the step skipped.
@@ -325,7 +323,8 @@ class Arena:
                 raise WaitTimeout(
                     f"bucket {i} of optimizer actor {self._bucket[i].actor} did not reach version "
                     f"{version} within {timeout_s:g} s, it holds {held} ({self.path}); "
-                    "is the actor alive, and are its threads enough for its buckets?"
+                    "if the actor lives it is too slow: raise cluster.cpus_per_optimizer or "
+                    "cluster.step_timeout_s"
                 )
             time.sleep(pause)
             pause = min(2 * pause, longest)
@@ -345,6 +344,14 @@ class Arena:
                 f"weights of version {version} were asked of bucket {i} in {self.path}, "
                 f"which holds version {now}: the worker is out of step"
             )
+
+    def _free_frames(self, size_class: _SizeClass) -> list[int]:
+        # Found once and then kept: the updating process is the only one that moves pointers.
+        if size_class.first_frame not in self._free:
+            frames = range(size_class.first_frame, size_class.first_frame + size_class.frames)
+            taken = {self._current(bucket.index)[1] for bucket in size_class.buckets}
+            self._free[size_class.first_frame] = [n for n in frames if n not in taken]
+        return self._free[size_class.first_frame]
 
     def _current(self, i: int) -> tuple[int, int]:
         word = self._words[self._place[i]]
@@ -382,8 +389,8 @@ def remove_stale(path: Path, *, keep_runs: Iterable[str] = ()) -> bool:
                 return False
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
-    except (BlockingIOError, FileNotFoundError, PermissionError):
-        return False  # a living process holds it, another sweep was faster, or another user's
+    except (BlockingIOError, FileNotFoundError, PermissionError, IsADirectoryError):
+        return False  # it is in use, already gone, another user's, or no file at all
     return True
 
 

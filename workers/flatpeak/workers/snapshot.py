@@ -103,8 +103,8 @@ def commit_manifest(
     }
     path, making = folder / _MANIFEST, folder / f"{_MANIFEST}.making"
     making.write_text(json.dumps({"crc32": _json_checksum(content), **content}, indent=1))
-    _sync(making)
-    _sync(folder)
+    for entry in (making, folder, folder.parent):
+        _sync(entry)
     os.replace(making, path)
     _sync(folder)
     for other in set(folder.glob("*.arrow")) - {folder / part.file for part in parts}:

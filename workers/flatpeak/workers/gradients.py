@@ -1,0 +1,170 @@
+"""The worker's way into and out of the arenas: gradients there, weights back, and the norm.
+
+One step, seen from an arena: the worker writes gradients (`begin_step`, `write`, `finish`), all
+ranks agree on the norm and so on one clipping factor, the optimizer actor updates bucket after
+bucket, and the worker's next forward fetches each bucket's weights as soon as it has flipped.
+
+A parameter without a gradient in a step has gradient zero: its moments decay and weight decay
+applies, as for an expert that got no token. Never does a step see another step's gradient.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from itertools import accumulate as running_sum
+
+import torch
+import torch.distributed as dist
+from flatpeak.workers.arena import Arena
+from flatpeak.workers.buckets import Bucket, BucketIndex, Piece
+from torch import Tensor
+
+# Fewer elements than torch splits over threads: a sum over a block does not depend on them.
+_SUM_BLOCK = 16384
+
+
+def clipping_factor(norm: float, max_norm: float | None) -> float | None:
+    """The factor of `torch.nn.utils.clip_grad_norm_`; None when `norm` is not finite: skip."""
+    if not math.isfinite(norm):
+        return None
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+
+
+def global_norm(squared: Tensor, group: dist.ProcessGroup | None = None) -> float:
+    """The norm over all ranks of `group` from each rank's `squared_norm`, equal on all of them.
+
+    The sum travels on the group's device, wherever the gradients are.
+    """
+    if dist.is_initialized():
+        on_host = dist.get_backend(group) in ("gloo", "mpi", "fake")
+        device = torch.device("cpu") if on_host else torch.device(torch.cuda.current_device())
+        squared = squared.to(device, copy=True)
+        dist.all_reduce(squared, group=group)
+    return math.sqrt(squared.item())
+
+
+class GradientStream:
+    """One rank's gradients into the arenas, and its weights out of them.
+
+    `buckets` are the rank's own, `arenas` maps each one's actor to its arena. In one step:
+    `begin_step`, any number of `write`, `finish`, `squared_norm`; then the next forward's `fetch`.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], arenas: Mapping[int, Arena]) -> None:
+        self._buckets = sorted(buckets, key=lambda bucket: bucket.index)
+        self._arena = {bucket.index: arenas[bucket.actor] for bucket in buckets}
+        self._index = BucketIndex(buckets)
+        self._offsets = {
+            bucket.index: list(running_sum((held.size for held in bucket.ranges), initial=0))
+            for bucket in buckets
+        }
+        self._written: dict[int, set[int]] = {}
+        self._squares: dict[tuple[int, int], Tensor] = {}
+        self._required: int | None = None
+        self._timeout_s = 0.0
+        self.fetches = 0
+        self.overlapped_fetches = 0
+        """Fetches that found later buckets not yet updated: the forward ran beside the update."""
+        self.waited_s = 0.0
+
+    def begin_step(self, *, version: int, timeout_s: float) -> None:
+        """Forget the last step's gradients.
+
+        `version` is the last step whose update must be committed before its gradients may be
+        overwritten; the first write into each bucket waits for it, at most `timeout_s`.
+        """
+        self._written = {bucket.index: set() for bucket in self._buckets}
+        self._squares.clear()
+        self._required, self._timeout_s = version, timeout_s
+
+    def write(
+        self, name: str, start: int, gradient: Tensor, *, accumulate: bool, final: bool = False
+    ) -> None:
+        """Store `gradient` [n, any float dtype and device] for elements [start, start + n).
+
+        With `accumulate` it is added in fp32 to what this step wrote there, if it did. `final`
+        says that nothing follows, and takes its share of the norm now, beside the backward pass,
+        rather than in `squared_norm`; the result is the same.
+        """
+        for piece in self._index.pieces(name, start, start + gradient.numel()):
+            values = gradient[piece.start - start : piece.stop - start]
+            first = self._touch(piece)
+            region = self._arena[piece.bucket.index].gradient(piece.bucket.index)
+            target = region[piece.offset : piece.offset + values.numel()]
+            if accumulate and not first:
+                target.add_(values.to(target.device))
+            else:
+                target.copy_(values)
+            self._squares.pop((piece.bucket.index, piece.slot), None)
+            if final and piece.bucket.rule != "bias":
+                self._square(piece.bucket, piece.slot)
+
+    def _touch(self, piece: Piece) -> bool:
+        """Whether this is the step's first write to the piece; if so it is ready to be written."""
+        assert self._required is not None, "write() outside begin_step() ... finish()"
+        index, written = piece.bucket.index, self._written[piece.bucket.index]
+        if piece.slot in written:
+            return False
+        if not written:
+            self._arena[index].wait_version(index, self._required, timeout_s=self._timeout_s)
+        written.add(piece.slot)
+        if piece.whole:
+            return True
+        self._region(piece.bucket, piece.slot).zero_()
+        return False
+
+    def _region(self, bucket: Bucket, slot: int) -> Tensor:
+        start, stop = self._offsets[bucket.index][slot : slot + 2]
+        return self._arena[bucket.index].gradient(bucket.index)[start:stop]
+
+    def _square(self, bucket: Bucket, slot: int) -> Tensor:
+        key = (bucket.index, slot)
+        if key not in self._squares:
+            blocks = self._region(bucket, slot).split(_SUM_BLOCK)
+            self._squares[key] = torch.stack([b.double().square_().sum() for b in blocks]).sum()
+        return self._squares[key]
+
+    def squared_norm(self) -> Tensor:
+        """Sum of squares [] (fp64) of all that this step wrote, without rule "bias"."""
+        total = torch.zeros((), dtype=torch.float64)
+        for bucket in self._buckets:
+            if bucket.rule == "bias":
+                continue
+            for slot in sorted(self._written[bucket.index]):
+                total += self._square(bucket, slot)
+        return total
+
+    def finish(self) -> int:
+        """Zero what this step did not write; returns how many elements that were."""
+        unwritten = 0
+        for bucket in self._buckets:
+            missing = set(range(len(bucket.ranges))) - self._written[bucket.index]
+            if missing and not self._written[bucket.index]:
+                assert self._required is not None, "finish() without begin_step()"
+                arena = self._arena[bucket.index]
+                arena.wait_version(bucket.index, self._required, timeout_s=self._timeout_s)
+            for slot in missing:
+                self._region(bucket, slot).zero_()
+                unwritten += bucket.ranges[slot].size
+        self._required = None
+        return unwritten
+
+    def fetch(self, name: str, start: int, out: Tensor, *, version: int, timeout_s: float) -> None:
+        """Copy the weights of `version` of elements [start, start + n) into `out` [n], once there.
+
+        Any dtype and device of `out`. Raises `WaitTimeout`, and `ClusterError` when the arena has
+        gone past `version`.
+        """
+        for piece in self._index.pieces(name, start, start + out.numel()):
+            index, arena = piece.bucket.index, self._arena[piece.bucket.index]
+            asked = time.perf_counter()
+            arena.wait_version(index, version, timeout_s=timeout_s)
+            self.waited_s += time.perf_counter() - asked
+            self.fetches += 1
+            self.overlapped_fetches += self._last_version() < version
+            target = out[piece.start - start : piece.stop - start]
+            arena.read_weights(index, version, piece.offset, target)
+
+    def _last_version(self) -> int:
+        last = self._buckets[-1].index
+        return self._arena[last].version(last)
