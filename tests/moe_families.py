@@ -3,63 +3,105 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from types import SimpleNamespace
 
 import torch
 from flatpeak.workers.partition import part
 from torch import nn
-from transformers import (
-    DeepseekV3Config,
-    GptOssConfig,
-    MixtralConfig,
-    NemotronHConfig,
-    OlmoeConfig,
-    Qwen3MoeConfig,
-)
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
-from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 HIDDEN, INTERMEDIATE = 12, 10
 
-FAMILIES: dict[str, Callable[[int], nn.Module]] = {
-    "qwen3-moe": lambda experts: Qwen3MoeExperts(
-        Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, num_experts=experts)
+
+class PlainExperts(nn.Module):
+    """Gated experts in the layout of transformers, without the seconds that its import costs every
+    rank; computes densely by itself, as the families' eager forward does."""
+
+    has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * INTERMEDIATE, HIDDEN))
+        self.down_proj = nn.Parameter(torch.empty(experts, HIDDEN, INTERMEDIATE))
+        self.act_fn = nn.SiLU()
+        self.config = SimpleNamespace()
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor):
+        output = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            token, slot = torch.where(ids == expert)
+            inner = self._apply_gate(hidden[token] @ self.gate_up_proj[expert].T)
+            value = (inner @ self.down_proj[expert].T) * weights[token, slot, None]
+            output = output.index_add(0, token, value)
+        return output
+
+
+@dataclass(frozen=True)
+class Family:
+    model: str
+    config: str
+    experts: str
+    keys: dict[str, int | float]
+
+    def make(self, experts: int) -> nn.Module:
+        sizes = {k: experts if v == EXPERTS else v for k, v in self.keys.items()}
+        config = getattr(import_module("transformers"), self.config)(hidden_size=HIDDEN, **sizes)
+        modeling = import_module(f"transformers.models.{self.model}.modeling_{self.model}")
+        return getattr(modeling, self.experts)(config)
+
+
+EXPERTS = -1  # stands for the number of experts in a family's configuration
+
+FAMILIES = {
+    "qwen3-moe": Family(
+        "qwen3_moe",
+        "Qwen3MoeConfig",
+        "Qwen3MoeExperts",
+        {"moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS},
     ),
-    "mixtral": lambda experts: MixtralExperts(
-        MixtralConfig(hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_local_experts=experts)
+    "mixtral": Family(
+        "mixtral",
+        "MixtralConfig",
+        "MixtralExperts",
+        {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS},
     ),
-    "olmoe": lambda experts: OlmoeExperts(
-        OlmoeConfig(hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_experts=experts)
+    "olmoe": Family(
+        "olmoe",
+        "OlmoeConfig",
+        "OlmoeExperts",
+        {"intermediate_size": INTERMEDIATE, "num_experts": EXPERTS},
     ),
-    "deepseek-v3": lambda experts: DeepseekV3Experts(
-        DeepseekV3Config(
-            hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, n_routed_experts=experts
-        )
+    "deepseek-v3": Family(
+        "deepseek_v3",
+        "DeepseekV3Config",
+        "DeepseekV3Experts",
+        {"moe_intermediate_size": INTERMEDIATE, "n_routed_experts": EXPERTS},
     ),
     # Biases, transposed and interleaved weights, a clamped gate.
-    "gpt-oss": lambda experts: GptOssExperts(
-        GptOssConfig(
-            hidden_size=HIDDEN,
-            intermediate_size=INTERMEDIATE,
-            num_local_experts=experts,
-            swiglu_limit=1.0,
-        )
+    "gpt-oss": Family(
+        "gpt_oss",
+        "GptOssConfig",
+        "GptOssExperts",
+        {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS, "swiglu_limit": 1.0},
     ),
     # No gate.
-    "nemotron-h": lambda experts: NemotronHExperts(
-        NemotronHConfig(
-            hidden_size=HIDDEN, moe_intermediate_size=INTERMEDIATE, n_routed_experts=experts
-        )
+    "nemotron-h": Family(
+        "nemotron_h",
+        "NemotronHConfig",
+        "NemotronHExperts",
+        {"moe_intermediate_size": INTERMEDIATE, "n_routed_experts": EXPERTS},
     ),
 }
 
 
 def make_experts(family: str, experts: int, *, seed: int = 0) -> nn.Module:
     """All experts with random weights, the same for every caller."""
-    module = FAMILIES[family](experts)
+    module = PlainExperts(experts) if family == "plain" else FAMILIES[family].make(experts)
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.4

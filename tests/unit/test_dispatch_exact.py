@@ -1,5 +1,7 @@
 """Dispatched experts equal the dense layer: outputs and every gradient, whatever the routing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from moe_families import (
     assert_equals_dense,
     make_experts,
     make_tokens,
+    profile,
     random_ids,
     results_of,
     slice_of,
@@ -18,6 +21,12 @@ from moe_families import (
 from ranks import run_ranks
 
 MOVING = DispatchOptions(tokens_per_chunk=5, min_chunk=1, balance_above=1.0, max_foreign_experts=3)
+OPTIONS = {
+    "whole layer at once, no moves": DispatchOptions(max_foreign_experts=0),
+    "chunks and moves": MOVING,
+    "three rows at once": replace(MOVING, receive_rows=3),
+    "one row at once": replace(MOVING, receive_rows=1),
+}
 
 
 def _run(
@@ -36,7 +45,7 @@ def _run(
 def check(
     ids: list[torch.Tensor],
     *,
-    family: str = "qwen3-moe",
+    family: str = "plain",
     experts: int = 8,
     options: DispatchOptions = MOVING,
 ) -> None:
@@ -45,7 +54,73 @@ def check(
     assert_equals_dense(make_experts(family, experts), tokens, results)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_equals_dense(family: str, ranks: int):
     check([random_ids(13, 8, 3, seed=rank) for rank in range(ranks)], family=family)
+
+
+PROFILES = {
+    "balanced": (0, 1),
+    "30/16": (30, 16),
+    "50/16": (50, 16),
+    "80/16": (80, 16),
+    "95/16": (95, 16),
+    "30/4": (30, 4),
+    "50/4": (50, 4),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", PROFILES)
+def test_published_profiles_equal_dense(name: str, options: DispatchOptions):
+    # 50/4 and 30/4 with k = 8 send one token to an expert twice.
+    check([profile(20, 32, 8, *PROFILES[name])] * 4, experts=32, options=options)
+
+
+def every_route_to(experts: list[int], tokens: int, k: int) -> torch.Tensor:
+    return torch.tensor(experts).repeat(tokens * k)[: tokens * k].view(tokens, k)
+
+
+EDGES = {
+    "all to one expert": [every_route_to([0], 7, 1)] * 4,
+    "all to the last expert, twice a token": [every_route_to([7], 7, 2)] * 4,
+    "all to rank 0": [every_route_to([0, 1], 9, 2)] * 4,
+    "rank 3 receives none": [random_ids(9, 6, 2, seed=rank) for rank in range(4)],
+    "tokens differ": [random_ids(n, 8, 3, seed=n) for n in (1, 17, 4, 9)],
+    "rank 1 has no tokens": [random_ids(n, 8, 3, seed=n) for n in (6, 0, 3, 11)],
+    "only rank 2 has a token": [random_ids(n, 8, 3, seed=n) for n in (0, 0, 1, 0)],
+    "no rank has tokens": [random_ids(0, 8, 3)] * 4,
+    "k is 1": [random_ids(11, 8, 1, seed=rank) for rank in range(4)],
+    "k is every expert": [random_ids(6, 8, 8, seed=rank) for rank in range(4)],
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("ids", EDGES.values(), ids=EDGES)
+def test_edges_equal_dense(ids: list[torch.Tensor], options: DispatchOptions):
+    check(ids, options=options)
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks"),
+    [(7, 2), (7, 4), (3, 4), (1, 2)],
+    ids=lambda value: str(value),
+)
+def test_experts_that_do_not_divide_by_the_ranks_equal_dense(experts: int, ranks: int):
+    check([random_ids(8, experts, 1, seed=rank) for rank in range(ranks)], experts=experts)
+
+
+def test_eight_ranks_equal_dense():
+    check([profile(12, 16, 4, 80, 4)] * 8, experts=16)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_one_process_without_a_group_equals_dense(options: DispatchOptions):
+    experts, tokens = make_experts("plain", 8), make_tokens(random_ids(23, 8, 3))
+    results = results_of(
+        make_experts("plain", 8),
+        tokens,
+        lambda m, t: moe_forward(m, t.hidden, t.ids, t.weights, group=None, options=options),
+    )
+    assert_equals_dense(experts, [tokens], [results])

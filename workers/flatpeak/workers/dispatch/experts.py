@@ -52,7 +52,8 @@ Tensors = tuple[torch.Tensor, ...]
 
 def expert_forward(layout: ExpertLayout, weights: Tensors, x: torch.Tensor) -> torch.Tensor:
     """Expert output [m, H] of x [m, H], not yet scaled by the route weights."""
-    return _project(layout, weights, 1, layout.activate(_project(layout, weights, 0, x)))
+    inner = layout.activate(_project(layout, weights, 0, x).to(_accurate(x.dtype)))
+    return _project(layout, weights, 1, inner.to(x.dtype))
 
 
 def expert_backward(
@@ -69,25 +70,30 @@ def expert_backward(
     `upstream` [m, H] is the gradient of the scaled output, `scale` [m] the route weights. Weight
     gradients are added to `gradients`, which are fp32 or wider; empty, they are not wanted.
     """
-    up = _project(layout, weights, 0, x).requires_grad_()
+    accurate = _accurate(x.dtype)
+    up = _project(layout, weights, 0, x).to(accurate).requires_grad_()
     with torch.enable_grad():
         inner = layout.activate(up)
-    # <W2 g, a> from the gradient before scaling: the expert's output is never recomputed.
-    back = upstream @ layout.view(weights[1]).T
     activated = inner.detach()
-    accurate = torch.promote_types(x.dtype, torch.float32)
-    d_scale = (back.to(accurate) * activated).sum(-1)
     scale = scale.to(accurate).unsqueeze(-1)
-    (d_up,) = torch.autograd.grad(inner, up, (back * scale).to(inner.dtype))
+    # <W2 g, a> from the gradient before scaling: the expert's output is never recomputed.
+    back = (upstream @ layout.view(weights[1]).T).to(accurate)
+    d_scale = (back * activated).sum(-1)
+    (d_up,) = torch.autograd.grad(inner, up, back.mul_(scale))
     if layout.has_bias:
         d_scale += upstream.to(accurate) @ weights[3].to(accurate)
     if gradients:
-        _accumulate(layout.view(gradients[0]), x, d_up)
-        _accumulate(layout.view(gradients[1]), activated * scale, upstream)
+        _accumulate(layout.view(gradients[0]), x, d_up, x.dtype)
+        _accumulate(layout.view(gradients[1]), activated * scale, upstream, x.dtype)
         if layout.has_bias:
-            gradients[2].add_(d_up.sum(0, dtype=accurate))
+            gradients[2].add_(d_up.sum(0))
             gradients[3].add_((upstream * scale).sum(0))
-    return d_up @ layout.view(weights[0]).T, d_scale
+    return d_up.to(x.dtype) @ layout.view(weights[0]).T, d_scale
+
+
+def _accurate(dtype: torch.dtype) -> torch.dtype:
+    """What gates, scales and sums are computed in: rounding is left to the projections alone."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _project(layout: ExpertLayout, weights: Tensors, which: int, x: torch.Tensor) -> torch.Tensor:
@@ -95,9 +101,11 @@ def _project(layout: ExpertLayout, weights: Tensors, which: int, x: torch.Tensor
     return out.add_(weights[which + 2]) if layout.has_bias else out
 
 
-def _accumulate(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left.T @ right, accumulated in the dtype of `total`."""
-    if right.dtype != total.dtype and right.is_cuda:
-        total.add_(torch.mm(left.to(right.dtype).T, right, out_dtype=total.dtype))
+def _accumulate(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype
+) -> None:
+    """total += left.T @ right in the dtype of `total`; CUDA multiplies in `dtype`."""
+    if total.is_cuda and dtype != total.dtype:
+        total.add_(torch.mm(left.to(dtype).T, right.to(dtype), out_dtype=total.dtype))
     else:
         total.addmm_(left.to(total.dtype).T, right.to(total.dtype))

@@ -240,6 +240,8 @@ def _read_chunks(
         )
         tokens = cut.tokens(number, rank)
         chunks.append(Chunk(tokens, send, receive, own_routes, landed_routes))
+    computed = sum(sum(chunk.own_routes) + sum(chunk.landed_routes) for chunk in chunks)
+    assert computed == plan.loads[rank], f"{computed} routes arrive of {plan.loads[rank]} planned"
     return tuple(chunks)
 
 

@@ -1,0 +1,135 @@
+"""All ranks agree on the sizes of every chunk, and the receive cap holds for any routing."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from flatpeak.workers.dispatch import DispatchOptions, Routing, assumed_routing, make_routing
+from flatpeak.workers.errors import InputError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_families import random_ids
+from ranks import run_ranks
+
+
+@st.composite
+def routed_ranks(draw: st.DrawFn) -> tuple[int, list[torch.Tensor]]:
+    """The number of experts, and expert ids [N, k] of each rank; a token may repeat an expert."""
+    ranks, experts, k = (draw(st.integers(1, most)) for most in (5, 9, 4))
+    hot = draw(st.integers(1, experts))
+
+    def ids(tokens: int) -> torch.Tensor:
+        size = tokens * k
+        flat = draw(st.lists(st.integers(0, hot - 1), min_size=size, max_size=size))
+        return torch.tensor(flat, dtype=torch.long).view(tokens, k)
+
+    return experts, [ids(draw(st.integers(0, 9))) for _ in range(ranks)]
+
+
+options = st.builds(
+    DispatchOptions,
+    tokens_per_chunk=st.one_of(st.none(), st.integers(1, 5)),
+    max_chunks=st.integers(1, 4),
+    receive_rows=st.one_of(st.none(), st.integers(1, 6)),
+    min_chunk=st.just(1),
+    balance_above=st.sampled_from([1.0, 1.5]),
+    max_foreign_experts=st.integers(0, 3),
+)
+
+
+def routings(experts: int, ids: list[torch.Tensor], chosen: DispatchOptions) -> list[Routing]:
+    return [
+        assumed_routing(ids, rank=rank, experts=experts, options=chosen) for rank in range(len(ids))
+    ]
+
+
+@settings(deadline=None, max_examples=150)
+@given(routed_ranks(), options)
+def test_what_one_rank_sends_is_what_the_other_expects_and_no_route_is_lost(
+    routed: tuple[int, list[torch.Tensor]], chosen: DispatchOptions
+):
+    experts, ids = routed
+    views = routings(experts, ids, chosen)
+    assert len({len(view.chunks) for view in views}) == 1
+    assert len({view.plan for view in views}) == 1
+    for at_once in zip(*(view.chunks for view in views), strict=True):
+        for source, sender in enumerate(at_once):
+            for target, receiver in enumerate(at_once):
+                assert sender.send[target] == receiver.receive[source]
+        if chosen.receive_rows is not None:
+            assert all(sum(chunk.receive) <= chosen.receive_rows for chunk in at_once)
+    computed = sum(
+        sum(chunk.own_routes) + sum(chunk.landed_routes) for v in views for chunk in v.chunks
+    )
+    assert computed == sum(each.numel() for each in ids)
+
+
+@settings(deadline=None)
+@given(routed_ranks(), options)
+def test_the_chunks_of_a_rank_cover_its_tokens_once(
+    routed: tuple[int, list[torch.Tensor]], chosen: DispatchOptions
+):
+    experts, ids = routed
+    for rank, view in enumerate(routings(experts, ids, chosen)):
+        tokens = range(len(ids[rank]))
+        covered = [token for chunk in view.chunks for token in tokens[chunk.tokens]]
+        assert sorted(covered) == list(tokens)
+
+
+def test_a_token_travels_once_to_a_rank_that_has_several_of_its_experts():
+    ids = [torch.tensor([[4, 5, 6, 7]]), torch.tensor([[0, 4, 5, 6]])]
+    first, second = routings(8, ids, DispatchOptions(max_foreign_experts=0))
+    assert first.chunks[0].send == (0, 1)
+    assert second.chunks[0].send == (1, 0)
+    assert sum(second.chunks[0].landed_routes) == 4
+
+
+def test_chunks_are_as_many_as_the_fullest_rank_needs_but_no_more_than_allowed():
+    ids = [random_ids(3, 4, 1), random_ids(40, 4, 1)]
+    for most, expected in ((8, 8), (64, 10)):
+        chosen = DispatchOptions(tokens_per_chunk=4, max_chunks=most)
+        assert {len(view.chunks) for view in routings(4, ids, chosen)} == {expected}
+
+
+def _agree(rank: int, ids: list[torch.Tensor], chosen: DispatchOptions) -> Routing:
+    return make_routing(ids[rank], experts=6, group=dist.group.WORLD, options=chosen)
+
+
+def test_processes_agree_on_what_the_simulation_assumes():
+    ids = [random_ids(n, 6, 2, seed=n) for n in (9, 0, 14)]
+    chosen = DispatchOptions(
+        tokens_per_chunk=4, receive_rows=3, min_chunk=1, balance_above=1.0, max_foreign_experts=2
+    )
+    assert run_ranks(3, _agree, ids, chosen) == routings(6, ids, chosen)
+
+
+def _message_for_bad_ids(rank: int) -> str:
+    ids = torch.tensor([[rank * 6]])
+    with pytest.raises(InputError) as error:
+        make_routing(ids, experts=6, group=dist.group.WORLD, options=DispatchOptions())
+    return str(error.value)
+
+
+def test_an_id_without_an_expert_on_one_rank_is_refused_on_all_ranks():
+    messages = run_ranks(2, _message_for_bad_ids)
+    assert messages[0] == messages[1]
+    assert "rank 1" in messages[0]
+    assert "ids must lie in [0, 5]" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "smallest"),
+    [
+        ("tokens_per_chunk", 0, "1"),
+        ("receive_rows", 0, "1"),
+        ("max_chunks", 0, "1"),
+        ("min_chunk", 0, "1"),
+        ("max_foreign_experts", -1, "0"),
+        ("capacity_factor", 0.9, "1.0"),
+        ("balance_above", float("nan"), "1.0"),
+    ],
+)
+def test_an_option_below_its_range_is_refused_with_the_smallest_legal_value(
+    name: str, value: float, smallest: str
+):
+    with pytest.raises(InputError, match=f"{name} is {value}; the smallest legal .* {smallest}$"):
+        DispatchOptions(**{name: value})  # type: ignore[arg-type]
