@@ -205,6 +205,7 @@ def _grads_activations(
                 accumulate_(d_shard[a:b], residual.t(), x)
             if carry is not None:  # last, since the carry may still be in flight
                 accumulate_(carry.here(), residual, shard[a:b])
+            del residual  # before the next strip is made
     return d_hidden, d_shard
 
 
@@ -233,4 +234,5 @@ def _grads_weights(
                 accumulate_(d_hidden[a:b], residual, w)
             if carry is not None:  # last, since the carry may still be in flight
                 accumulate_(carry.here(), residual.t(), x)
+            del residual  # before the next strip is made
     return d_hidden, d_shard

@@ -2,17 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isqrt
 
 MIB = 1 << 20
-# A strip this large keeps matrix units busy and is small beside any head weight worth sharding.
-LARGEST_STRIP_BYTES = 128 * MIB
+LARGEST_STRIP_BYTES = 64 * MIB
 SMALLEST_STRIP_BYTES = 2 * MIB
-WIDEST_STRIP = 8192
 FP32_BYTES = 4
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Tiles:
+    """A strip of logits is [tokens, vocabulary] in fp32; pieces that move have one of its sides."""
+
     tokens: int
     vocabulary: int
 
@@ -22,18 +24,20 @@ def choose_tiles(
 ) -> Tiles:
     """Tiles for at most `tokens` tokens and `shard_rows` vocabulary rows on any rank.
 
-    The fp32 strip [tokens, vocabulary] takes up to an eighth of the bytes of an fp32 weight shard,
-    within fixed bounds: larger strips mean fewer passes over the accumulators [tile, width].
+    A strip takes an eighth of the bytes of an fp32 weight shard, within fixed bounds. It is square
+    where the sizes allow: each pass over it reads and writes accumulators of both its sides, so
+    that a square has the least of that traffic for its bytes.
     """
     shard_bytes = shard_rows * width * FP32_BYTES
-    budget = min(max(shard_bytes // 8, SMALLEST_STRIP_BYTES), LARGEST_STRIP_BYTES)
-    elements = budget // FP32_BYTES
+    strip_bytes = min(max(shard_bytes // 8, SMALLEST_STRIP_BYTES), LARGEST_STRIP_BYTES)
+    elements = strip_bytes // FP32_BYTES
+    side = isqrt(elements) // ALIGNMENT * ALIGNMENT
     if token_tile is None:
-        columns = min(shard_rows, WIDEST_STRIP)
-        token_tile = min(elements // columns, tokens)
-    else:
-        columns = min(shard_rows, max(elements // token_tile, 1))
-    return Tiles(tokens=max(token_tile, 1), vocabulary=max(columns, 1))
+        token_tile = min(side, tokens)
+    token_tile = max(token_tile, 1)
+    # With few tokens a wider strip, but not so wide that its rows of the weight grow large.
+    columns = max(min(elements // token_tile, 4 * side) // ALIGNMENT, 1) * ALIGNMENT
+    return Tiles(tokens=token_tile, vocabulary=max(min(columns, shard_rows), 1))
 
 
 def weights_move(schedule: str, *, tokens: int, vocab_size: int, ranks: int) -> bool:
