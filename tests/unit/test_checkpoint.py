@@ -153,6 +153,16 @@ def test_rows_of_a_dense_tensor_are_read_alone_and_may_be_none(tmp_path, name):
     assert reader.read(name, 5, 5).shape == (0, *model.state_dict()[name].shape[1:])
 
 
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.mlp.experts.down_proj"])
+def test_writing_into_what_was_read_changes_neither_file_nor_later_reads(tmp_path, name):
+    model = saved_model(tmp_path, "qwen3_moe", original=False)
+    reader = CheckpointReader(tmp_path, build_meta_model(model.config))
+    content = (tmp_path / "model.safetensors").read_bytes()
+    reader.read(name, 0, 4).zero_()
+    assert (tmp_path / "model.safetensors").read_bytes() == content
+    assert torch.equal(reader.read(name, 0, 4), model.state_dict()[name][:4])
+
+
 def test_a_sharded_checkpoint_reads_and_exports_like_one_file(tmp_path):
     model = saved_model(tmp_path / "theirs", "olmoe", max_shard_size="8KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
@@ -232,6 +242,15 @@ def test_every_tensor_of_a_missing_projection_is_reported_through_the_fused_one(
     tensors = {name: t for name, t in load_file(file).items() if ".w3." not in name}
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=r"experts\.3\.w3\.weight should be \[16, 16\]"):
+        CheckpointReader(tmp_path, build_meta_model(model.config))
+
+
+def test_experts_with_a_gap_in_their_numbers_are_not_taken_for_each_other(tmp_path):
+    model = saved_model(tmp_path, "mixtral")
+    file = tmp_path / "model.safetensors"
+    tensors = {name.replace("experts.2", "experts.7"): t for name, t in load_file(file).items()}
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"experts\.2\.w2\.weight .* found nothing"):
         CheckpointReader(tmp_path, build_meta_model(model.config))
 
 
@@ -353,6 +372,26 @@ def test_export_takes_tokenizer_files_along(tmp_path):
     assert (
         AutoModelForCausalLM.from_pretrained(tmp_path / "ours").generation_config.eos_token_id == 7
     )
+
+
+def test_export_without_the_tokenizer_it_should_take_fails_before_it_reads_a_tensor(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no tokenizer files"):
+        export_checkpoint(
+            tmp_path / "out",
+            tiny_config("qwen3_moe"),
+            (pytest.fail("read") for _ in range(1)),
+            tokenizer_dir=tmp_path,
+        )
+
+
+def test_export_does_not_ask_for_implementations_of_the_training_process(tmp_path):
+    config = tiny_config("mixtral")
+    tensors = AutoModelForCausalLM.from_config(config).state_dict()
+    config._attn_implementation = "of_another_process"
+    config._experts_implementation = "of_another_process"
+    export_checkpoint(tmp_path / "out", config, tensors.items())
+    assert "of_another_process" not in (tmp_path / "out/config.json").read_text()
+    assert config._attn_implementation == "of_another_process"
 
 
 def test_export_does_not_keep_what_a_source_hands_out_from_one_buffer(tmp_path):

@@ -43,6 +43,9 @@ def test_a_directory_and_a_mapping_give_the_same_sizes(tmp_path, family):
         pytest.param({"hidden_size": "wide"}, "hidden_size", id="size of the wrong type"),
         pytest.param({"rms_norm_epsi": 1e-5}, "did you mean 'rms_norm_eps'", id="misspelt key"),
         pytest.param({"num_experts": 0}, "Qwen3MoeConfig .* not a Mixture-of", id="no experts"),
+        pytest.param(
+            {"quantization_config": {"quant_method": "fp8"}}, "quantised by fp8", id="quantised"
+        ),
         pytest.param({"model_type": "vit"}, "ViTConfig .* no causal language", id="vision family"),
     ],
 )

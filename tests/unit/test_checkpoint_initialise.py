@@ -93,11 +93,15 @@ def test_drawing_leaves_the_generator_of_the_process_alone():
 
 def test_slicing_the_model_afterwards_changes_nothing():
     model = build_meta_model(tiny_config("mixtral"))
-    name = "model.layers.0.mlp.experts.down_proj"
-    before, source = RandomInit(model, seed=0).read(name, 2, 4), RandomInit(model, seed=0)
-    experts = model.get_submodule("model.layers.0.mlp.experts")
-    experts.down_proj = nn.Parameter(experts.get_parameter("down_proj")[2:4])
-    assert torch.equal(source.read(name, 2, 4), before)
+    names = ["model.layers.0.mlp.experts.down_proj", "lm_head.weight"]
+    before, source = RandomInit(model, seed=0), RandomInit(model, seed=0)
+    expected = [before.read(name, 2, 4) for name in names]
+    for name in names:
+        module_name, _, attribute = name.rpartition(".")
+        sliced = nn.Parameter(model.get_parameter(name)[2:4, :1])
+        setattr(model.get_submodule(module_name), attribute, sliced)
+    for name, rows in zip(names, expected, strict=True):
+        assert torch.equal(source.read(name, 2, 4), rows)
 
 
 def test_what_was_read_belongs_to_the_caller():

@@ -94,6 +94,11 @@ def _parse(content: dict[str, Any], *, source: str, error: type[InputError]) -> 
     found = f"{source} is a {type(config).__name__} (model_type {kind})"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise error(f"{found}, which has no causal language model; use an MoE one like qwen3_moe")
+    if quantisation := content.get("quantization_config"):
+        raise error(
+            f"{found} quantised by {quantisation.get('quant_method')}; Flatpeak trains bfloat16, "
+            "float16 or float32 weights: dequantise the checkpoint, or drop `quantization_config`"
+        )
     if num_experts(config) == 0:
         raise error(
             f"{found}, which is not a Mixture-of-Experts model: none of "

@@ -63,7 +63,8 @@ class CheckpointReader:
         source = self._source(name)
         if source.converter is None:
             (key,) = source.keys[source.pattern]
-            return self._files.read(key, start, stop)
+            # A copy: what the files give is the mapping itself, which later reads see too.
+            return self._files.read(key, start, stop).clone()
         if not source.row_by_row:
             return self._convert(source, source.keys)[name][start:stop].clone()
         rows = torch.empty(stop - start, *self._expected[name][1:], dtype=source.head.dtype)

@@ -125,6 +125,9 @@ def _keeps_rows_apart(
     counts = {len(keys) for keys in source.keys.values()}
     if len(counts) > 1:
         raise ValueError(f"one pattern has {min(counts)} tensors, another {max(counts)}")
+    for keys in source.keys.values():
+        if not _numbered_in_order(keys):
+            raise ValueError(f"{keys[0]} to {keys[-1]} are not numbered from 0 without a gap")
     one = {pattern: [heads[keys[0]]] for pattern, keys in source.keys.items()}
     row = convert(source.converter, source.first_target, one, model)
     (rows,) = counts
@@ -132,6 +135,13 @@ def _keeps_rows_apart(
         head.shape[0] == rows and row[name].shape == (1, *head.shape[1:])
         for name, head in outputs.items()
     )
+
+
+def _numbered_in_order(keys: list[str]) -> bool:
+    """Whether one of the numbers in a name counts 0, 1, 2, ... through `keys`."""
+    numbers = [[int(part) for part in key.split(".") if part.isdigit()] for key in keys]
+    columns = zip(*numbers, strict=False)
+    return any(column == tuple(range(len(keys))) for column in columns)
 
 
 def convert(

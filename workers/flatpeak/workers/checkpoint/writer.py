@@ -8,6 +8,7 @@ import copy
 import json
 import os
 import shutil
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -65,8 +66,9 @@ def export_checkpoint(
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not empty; export to a new directory")
-    model = build_meta_model(copy.deepcopy(config))
-    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    tokenizer_files = [] if tokenizer_dir is None else _tokenizer_files(Path(tokenizer_dir))
+    model = build_meta_model(_without_hooks(config))
+    partial = target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:8]}"
     partial.mkdir(parents=True)
     try:
         shards = _Shards(partial, max_shard_bytes=max_shard_bytes)
@@ -76,12 +78,20 @@ def export_checkpoint(
                 shards.add(name, tensor)
         shards.close()
         _write_config(partial, model, shards.bytes_by_dtype)
-        if tokenizer_dir is not None:
-            _copy_tokenizer(Path(tokenizer_dir), partial)
+        for file in tokenizer_files:
+            shutil.copy(file, partial / file.name)
         os.replace(partial, target)
     except BaseException:
         shutil.rmtree(partial)
         raise
+
+
+def _without_hooks(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy that asks for no implementation a training process registered for itself."""
+    plain = copy.deepcopy(config)
+    plain._attn_implementation = None
+    plain._experts_implementation = None
+    return plain
 
 
 def _checked(
@@ -193,9 +203,8 @@ def _write_config(directory: Path, model: PreTrainedModel, bytes_by_dtype: Count
     config.save_pretrained(directory)
 
 
-def _copy_tokenizer(source: Path, directory: Path) -> None:
-    files = sorted({file for glob in _TOKENIZER_FILES for file in source.glob(glob)})
+def _tokenizer_files(directory: Path) -> list[Path]:
+    files = sorted({file for glob in _TOKENIZER_FILES for file in directory.glob(glob)})
     if not files:
-        raise CheckpointError(f"{source} holds no tokenizer files")
-    for file in files:
-        shutil.copy(file, directory / file.name)
+        raise CheckpointError(f"cannot export: {directory} holds no tokenizer files")
+    return files
