@@ -1,0 +1,156 @@
+"""The yardstick: a plain single-process trainer of the same job.
+
+transformers' own model and loss, gradient checkpointing, `torch.optim.AdamW` and `clip_grad_norm_`,
+nothing of ours but the same samples and initial weights. Tests compare losses and weights with it;
+the demo compares its peaks, component by component.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from flatpeak.workers.batches import SampleSource
+from flatpeak.workers.buckets import Range
+from flatpeak.workers.checkpoint import load_config, moe_layers
+from flatpeak.workers.data import sample_ids
+from flatpeak.workers.memory import attribute
+from flatpeak.workers.model import decays
+from flatpeak.workers.routers import auxiliary_coefficient
+from flatpeak.workers.scopes import scope
+from flatpeak.workers.weights import open_weights
+
+if TYPE_CHECKING:
+    from flatpeak.controller.spec import Spec
+
+
+class PlainTrainer:
+    """Trains `spec` in fp32 in this process. `sequences` limits a step to its first sequences."""
+
+    def __init__(self, spec: "Spec", source: SampleSource, *, sequences: int | None = None) -> None:
+        self.spec, self.source = spec, source
+        self.sequences = sequences or spec.train.sequences_per_step
+        self.model: Any = plain_model(spec)
+        self.model.activation_checkpointing_enable({"use_reentrant": False})
+        self.model._set_gradient_checkpointing(True, gradient_checkpointing_func=_checkpoint)
+        train = spec.train
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in self.model.named_parameters():
+            groups[decays(name, parameter.dim())].append(parameter)
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": groups[True], "weight_decay": train.weight_decay},
+                {"params": groups[False], "weight_decay": 0.0},
+            ],
+            lr=train.lr,
+            betas=train.betas,
+            eps=train.eps,
+        )
+        _open_scopes(self.model)
+
+    def step(self, step: int, lr: float) -> tuple[float, float]:
+        """One step (from 1). Returns the loss and the gradient norm before clipping."""
+        loss = self.backward(step)
+        limit = self.spec.train.max_grad_norm
+        parameters = list(self.model.parameters())
+        norm = nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        with scope("optimizer"):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, norm.item()
+
+    def backward(self, step: int) -> float:
+        """Loss of the step, its gradients in `.grad`."""
+        first = sample_ids(step - 1, self.spec.train.sequences_per_step)[: self.sequences]
+        samples = [self.source.sample(index) for index in first]
+        inputs, targets, positions = (
+            torch.from_numpy(np.stack([getattr(s, name) for s in samples]).astype(np.int64))
+            for name in ("inputs", "targets", "positions")
+        )
+        loss = self._loss(inputs, targets, positions)
+        loss.backward()
+        return loss.item()
+
+    def _loss(self, inputs: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
+        coefficient = auxiliary_coefficient(self.model.config, self.spec.train.router_aux_loss_coef)
+        self.model.router_aux_loss_coef = coefficient
+        return self.model(
+            input_ids=inputs,
+            position_ids=positions,
+            labels=targets,
+            shift_labels=targets,
+            num_items_in_batch=(targets != -100).sum(),
+            use_cache=False,
+            output_router_logits=bool(coefficient),
+        ).loss
+
+
+def plain_model(spec: "Spec") -> PreTrainedModel:
+    """The job's model in fp32, whole, with the job's initial weights."""
+    config = load_config(path=spec.model.path, config=spec.model.config)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    weights = open_weights(spec)
+    with torch.no_grad():
+        for name, tensor in _stateful(model):
+            tensor.copy_(weights.read(Range(name, 0, tensor.numel())).view(tensor.shape))
+    return model.train()
+
+
+def _stateful(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    persistent = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def _checkpoint(function: Any, *args: Any) -> Any:
+    attribute(args[0], "boundaries")  # all that a checkpointed layer keeps is its input
+    return torch_checkpoint(function, *args, use_reentrant=False)
+
+
+class _ModuleScope:
+    """Opens a scope around a module's forward and backward."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._open: list[AbstractContextManager[None]] = []
+
+    def enter(self, *_: Any) -> None:
+        context = scope(self.name)
+        context.__enter__()
+        self._open.append(context)
+
+    def leave(self, *_: Any) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+    def watch(self, module: nn.Module, *, own_backward: bool = True) -> None:
+        module.register_forward_pre_hook(self.enter)
+        module.register_forward_hook(self.leave)
+        if own_backward:
+            module.register_full_backward_pre_hook(self.enter)
+        module.register_full_backward_hook(self.leave)
+
+
+def _open_scopes(model: PreTrainedModel) -> None:
+    for _, experts in moe_layers(model):
+        _ModuleScope("dispatch").watch(experts)
+    vocabulary = _ModuleScope("vocabulary")
+    # The backward of the loss comes before that of the head: one scope spans both.
+    vocabulary.watch(model.lm_head, own_backward=False)
+    plain_loss = model.loss_function
+
+    def loss_function(*args: Any, **kwargs: Any) -> Tensor:
+        with scope("vocabulary"):
+            loss = plain_loss(*args, **kwargs)
+        loss.register_hook(vocabulary.enter)
+        return loss
+
+    model.loss_function = loss_function

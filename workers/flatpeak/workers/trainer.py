@@ -1,0 +1,352 @@
+"""One rank of the training loop, without Ray: build, attach to the arenas, step.
+
+A trainer is stateless between steps: weights come from the arenas, gradients go there. The
+controller drives it; every rank calls the same methods in the same order.
+"""
+
+import math
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from flatpeak.workers import data
+from flatpeak.workers.arena import Arena
+from flatpeak.workers.batches import Microbatch, SampleSource, read_step
+from flatpeak.workers.boundaries import CheckpointOffload, slab_bytes
+from flatpeak.workers.buckets import Bucket, Shard
+from flatpeak.workers.checkpoint import build_meta_model, load_config
+from flatpeak.workers.dispatch import DispatchOptions
+from flatpeak.workers.memory import PeakMeter
+from flatpeak.workers.model import LocalParameter, ShardedModel, shard_model
+from flatpeak.workers.optimizer import GradientStream, global_norm
+from flatpeak.workers.parallel import Layout, make_groups
+from flatpeak.workers.partition import parts
+from flatpeak.workers.routers import auxiliary_coefficient, watch_routers
+
+if TYPE_CHECKING:
+    from flatpeak.controller.spec import Spec
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one rank reports of a step. Loss, norm, counts are of all ranks and equal on each."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    targets: int
+    tokens: int
+    seconds: float
+    load_imbalance: float
+    peaks: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the step may change the weights."""
+        return self.targets > 0 and math.isfinite(self.grad_norm)
+
+
+@dataclass(frozen=True)
+class SlabRegion:
+    """Where a rank keeps its boundaries: bytes [offset, offset + nbytes) of an actor's slab."""
+
+    actor: int
+    offset: int
+    nbytes: int
+
+
+def dispatch_options(spec: "Spec") -> DispatchOptions:
+    section = spec.memory.dispatch
+    return DispatchOptions(
+        tokens_per_chunk=None if section.tokens_per_chunk == "auto" else section.tokens_per_chunk,
+        max_chunks=section.max_chunks,
+        receive_rows=None if section.receive_rows == "auto" else section.receive_rows,
+        capacity_factor=section.capacity_factor,
+        min_chunk=section.min_chunk,
+        balance_above=section.balance_above,
+        max_foreign_experts=section.max_foreign_experts,
+    )
+
+
+class Trainer:
+    """A rank of `spec`. The default process group is initialised before `build`."""
+
+    def __init__(self, spec: "Spec", *, rank: int, device: torch.device) -> None:
+        self.spec, self.rank, self.device = spec, rank, device
+        self.sharded: ShardedModel
+        self.source: SampleSource
+        self._stream: GradientStream
+        self._offload: CheckpointOffload
+        self._accumulate = False
+        self._meter = PeakMeter(device=device) if spec.metrics.peaks else None
+
+    def build(self) -> tuple[Shard, ...]:
+        """Makes this rank's share of the model and opens the data. Collective over the world.
+
+        Returns the shards that this rank alone writes gradients for, in order of first use.
+        """
+        spec = self.spec
+        self.source = self.open_samples()
+        config = load_config(path=spec.model.path, config=spec.model.config)
+        layout = Layout(
+            world=spec.cluster.workers,
+            sequence=_degree(spec.parallel.sequence),
+            expert=_degree(spec.parallel.expert),
+            vocabulary=_degree(spec.parallel.vocabulary),
+        )
+        timeout = timedelta(seconds=spec.cluster.step_timeout_s)
+        self.sharded = shard_model(
+            build_meta_model(config),
+            groups=make_groups(layout, self.rank, timeout=timeout),
+            mesh=init_device_mesh(self.device.type, (layout.world,)),
+            device=self.device,
+            dtype=DTYPES[spec.train.dtype],
+            dispatch=dispatch_options(spec),
+        )
+        head, vocabulary = self.sharded.head, spec.memory.vocabulary
+        head.token_tile = None if vocabulary.token_tile == "auto" else vocabulary.token_tile
+        head.schedule = vocabulary.schedule
+        self._coefficient = auxiliary_coefficient(config, spec.train.router_aux_loss_coef)
+        if self._coefficient:
+            watch_routers(self.sharded.model, self.sharded.load)
+        self._hook_gradients()
+        return tuple(parameter.shard(self.rank) for parameter in self.sharded.parameters)
+
+    def slab_bytes(self) -> int:
+        """Host bytes that the boundaries of one microbatch of this rank take."""
+        train, budget = self.spec.train, self.spec.memory.boundaries
+        if not budget.offload:
+            return 0
+        model = self.sharded.model
+        sequences = train.sequences_per_step // (
+            self.sharded.groups.layout.data * train.microbatches
+        )
+        tokens = sequences * train.sequence_length // self.sharded.groups.layout.sequence
+        needed = slab_bytes(
+            tokens=tokens,
+            hidden=model.config.hidden_size,
+            dtype=DTYPES[train.dtype],
+            layers=model.config.num_hidden_layers,
+        )
+        return (
+            needed if budget.host_budget_bytes == "auto" else min(needed, budget.host_budget_bytes)
+        )
+
+    def attach(self, buckets: tuple[Bucket, ...], arenas: dict[int, str], slab: SlabRegion) -> None:
+        """Maps the arenas (actor to path) that hold this rank's buckets and its boundary slab."""
+        own = tuple(bucket for bucket in buckets if bucket.rank == self.rank)
+        actors = {bucket.actor for bucket in own} | {slab.actor}
+        mapped = {
+            actor: Arena.attach(path, run=self.spec.run)
+            for actor, path in arenas.items()
+            if actor in actors
+        }
+        self._stream = GradientStream(own, mapped)
+        region = mapped[slab.actor].slab()[slab.offset : slab.offset + slab.nbytes]
+        self._offload = CheckpointOffload(region, host_budget=slab.nbytes)
+        self.sharded.model._set_gradient_checkpointing(
+            True, gradient_checkpointing_func=self._offload.checkpoint
+        )
+        if self._meter is not None:
+            for parameter in self.sharded.parameters:
+                self._meter.track(parameter.tensor, "weights")
+
+    def step(self, step: int) -> StepResult:
+        """Forward and backward of `step` (from 1) on the weights that step - 1 left.
+
+        Collective over the world. The gradients are in the arenas when it returns; whether and how
+        they are applied is the controller's decision.
+        """
+        started = time.perf_counter()
+        with self._metered():
+            if self._meter is not None:
+                self._meter.reset_peaks()
+            self.refresh(version=step - 1)
+            self._stream.begin_step(version=step - 1, timeout_s=self.spec.cluster.step_timeout_s)
+            self.sharded.load.begin_step()
+            loss, targets, tokens = self._forward_backward(step)
+            grad_norm = self._finish_gradients()
+        return StepResult(
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm,
+            targets=targets,
+            tokens=tokens,
+            seconds=time.perf_counter() - started,
+            load_imbalance=self._imbalance(),
+            peaks=self._meter.peaks() if self._meter else {},
+            largest=self._meter.largest_tensors() if self._meter and self._on_cpu() else {},
+        )
+
+    def refresh(self, *, version: int) -> None:
+        """Takes the weights of `version` from the arenas. Collective over replica groups."""
+        timeout = self.spec.cluster.step_timeout_s
+        for module in self.sharded.fsdp_modules():
+            module.reshard()  # a gathered copy would hide the refreshed shard
+        for parameter in self.sharded.parameters:
+            own = parameter.flat[
+                parameter.own_start - parameter.start : parameter.own_stop - parameter.start
+            ]
+            self._stream.fetch(
+                parameter.name, parameter.own_start, own, version=version, timeout_s=timeout
+            )
+        for parameter in self.sharded.parameters:
+            self._share_with_replicas(parameter)
+
+    def _share_with_replicas(self, parameter: LocalParameter) -> None:
+        if parameter.rule == "bias":
+            dist.broadcast(parameter.tensor, src=0)
+        elif parameter.axis is not None and parameter.axis.replica_group is not None:
+            ranks = parameter.axis.replica_ranks
+            # Every replica cuts the same range into the same parts, so all agree on who sends what.
+            for part, owner in zip(
+                parameter.flat.tensor_split(_cuts(parameter, ranks)), ranks, strict=True
+            ):
+                dist.broadcast(part, src=owner, group=parameter.axis.replica_group)
+
+    def open_samples(self) -> SampleSource:
+        spec, train = self.spec.data, self.spec.train
+        return data.open_samples(
+            source=spec.source,
+            tokenizer=spec.tokenizer,
+            sequence_length=train.sequence_length,
+            seed=train.seed,
+            text_column=spec.text_column,
+            tokens_column=spec.tokens_column,
+            cache_dir=spec.cache_dir,
+        )
+
+    def _forward_backward(self, step: int) -> tuple[float, int, int]:
+        train, load = self.spec.train, self.sharded.load
+        batches = list(
+            read_step(
+                self.source,
+                step=step,
+                sequences=train.sequences_per_step,
+                microbatches=train.microbatches,
+                groups=self.sharded.groups,
+                device=self.device,
+            )
+        )
+        targets, tokens = self._global_counts(batches)
+        # The auxiliary loss multiplies means over the whole step, so with several microbatches the
+        # routes are counted in a pass of their own before the first backward.
+        count_first = bool(self._coefficient) and len(batches) > 1
+        if count_first:
+            with torch.no_grad():
+                for batch in batches:
+                    self._run(batch, with_targets=False)
+            load.finish_counting()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(batches):
+            self._accumulate = index > 0
+            with self._offload:
+                nll = self._run(batch, with_targets=True)
+                assert nll is not None
+                loss = nll.sum() / max(targets, 1)
+                if self._coefficient:
+                    if not count_first:
+                        load.finish_counting()
+                    loss = loss + load.auxiliary_loss(self._coefficient, tokens=tokens)
+                total += loss.detach()
+                del nll
+                loss.backward()
+        if not self._coefficient:
+            load.finish_counting()
+        dist.all_reduce(total)
+        return total.item(), targets, tokens
+
+    def _run(self, batch: Microbatch, *, with_targets: bool) -> Tensor | None:
+        self.sharded.sequence.boundaries = batch.boundaries
+        self.sharded.load.begin_microbatch()
+        targets = batch.targets if with_targets else None
+        return self.sharded.forward(batch.inputs, batch.positions, targets)
+
+    def _global_counts(self, batches: list[Microbatch]) -> tuple[int, int]:
+        """Targets and tokens of the step over all ranks."""
+        counts = torch.zeros(2, dtype=torch.int64, device=self.device)
+        for batch in batches:
+            counts[0] += (batch.targets != -100).sum()
+            counts[1] += batch.tokens
+        dist.all_reduce(counts)
+        targets, tokens = counts.tolist()
+        return targets, tokens
+
+    def _hook_gradients(self) -> None:
+        local = {id(p.parameter): p for p in self.sharded.parameters if p.parameter is not None}
+
+        def from_fsdp(parameter: nn.Parameter) -> None:
+            grad = parameter.grad
+            assert isinstance(grad, DTensor)
+            parameter.grad = None  # FSDP2 calls this as each layer reduces: free the shard at once
+            self._write(local[id(parameter)], grad._local_tensor)
+
+        def from_operator(parameter: nn.Parameter, grad: Tensor) -> None:
+            self._write(local[id(parameter)], grad)
+
+        for entry in self.sharded.parameters:
+            if isinstance(entry.parameter, DTensor):
+                entry.parameter.register_post_accumulate_grad_hook(from_fsdp)
+        for context in self.sharded.experts:
+            context.sink = from_operator
+        head = self.sharded.head
+        if not head.tied:
+            head.sink = lambda grad: from_operator(head.weight, grad)
+
+    def _write(self, parameter: LocalParameter, grad: Tensor) -> None:
+        """Hands the part of a local gradient that this rank owns to its buckets."""
+        if parameter.axis is not None and parameter.axis.replica_group is not None:
+            # Replicas saw other tokens. They run the same layers in the same order, so their
+            # reductions match up.
+            dist.all_reduce(grad, group=parameter.axis.replica_group)
+        own = grad.reshape(-1)[
+            parameter.own_start - parameter.start : parameter.own_stop - parameter.start
+        ]
+        self._stream.write(parameter.name, parameter.own_start, own, accumulate=self._accumulate)
+
+    def _finish_gradients(self) -> float:
+        if self.spec.train.router_bias_update_rate:
+            self._write_router_biases()
+        self._stream.finish()
+        return global_norm(self._stream.squared_norm())
+
+    def _write_router_biases(self) -> None:
+        layer_of = {
+            name.rsplit(".", 1)[0]: index for index, name in enumerate(self.sharded.moe_names)
+        }
+        self._accumulate = False
+        for parameter in self.sharded.parameters:
+            if parameter.rule == "bias":
+                block = parameter.name.rsplit(".", 2)[0]
+                self._write(parameter, self.sharded.load.bias_gradient(layer_of[block]))
+
+    def _imbalance(self) -> float:
+        """Largest over mean tokens of an expert, the worst of all layers."""
+        counts = self.sharded.load.counts.double()
+        return (counts.amax(dim=1) / counts.mean(dim=1).clamp(min=1)).max().item()
+
+    def _metered(self) -> AbstractContextManager[object]:
+        return self._meter if self._meter is not None else nullcontext()
+
+    def _on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+
+def _degree(value: "int | str") -> int:
+    assert isinstance(value, int), "degrees are resolved before workers are placed"
+    return value
+
+
+def _cuts(parameter: LocalParameter, ranks: tuple[int, ...]) -> list[int]:
+    return [stop for _, stop in parts(parameter.stop - parameter.start, len(ranks))[:-1]]
