@@ -1,0 +1,178 @@
+"""The processes of a run as Ray actors: thin shells around the trainer and the optimizer core.
+
+The controller calls every worker's methods in the same order, so each call that is collective over
+the world meets its peers.
+"""
+
+import faulthandler
+import logging
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import TCPStore
+
+from flatpeak.workers.arena import SUFFIX, Arena
+from flatpeak.workers.buckets import Bucket, Shard
+from flatpeak.workers.errors import ClusterError
+from flatpeak.workers.optimizer import AdamW, OptimizerCore
+from flatpeak.workers.snapshot import SnapshotPart, SnapshotReader, restore, write_snapshot_part
+from flatpeak.workers.trainer import SlabRegion, StepResult, Trainer
+from flatpeak.workers.weights import open_weights
+
+if TYPE_CHECKING:
+    from flatpeak.controller.spec import Spec
+
+log = logging.getLogger("flatpeak")
+
+
+def _log_to(folder: str, name: str) -> None:
+    """Sends this process's log to a file of the run folder, tracebacks of crashes too."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    stream = (path / f"{name}.log").open("a")
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    faulthandler.enable(stream)
+
+
+class TrainWorker:
+    """One rank: a `Trainer` and its place in the process group."""
+
+    def __init__(self, spec: "Spec", rank: int, device: str, logs: str) -> None:
+        _log_to(logs, f"worker-{rank}")
+        torch.set_num_threads(spec.cluster.cpus_per_worker)
+        self._spec, self._rank = spec, rank
+        # Ray shows a worker its own GPU alone.
+        self._device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+        if device == "cuda":
+            torch.cuda.set_device(self._device)
+        self._trainer = Trainer(spec, rank=rank, device=self._device)
+        self._store: TCPStore | None = None
+        log.info("rank %d on %s, pid %d", rank, self._device, os.getpid())
+
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    def open_rendezvous(self) -> tuple[str, int]:
+        """Opens the store at which the ranks meet; rank 0 alone. Returns its address."""
+        cluster = self._spec.cluster
+        host = "127.0.0.1" if cluster.address == "local" else ray.util.get_node_ip_address()
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, cluster.rendezvous_port))
+        except OSError as error:
+            raise ClusterError(
+                f"cluster.rendezvous_port = {cluster.rendezvous_port} cannot be had on {host}: "
+                f"{error.strerror}; 0 takes any free port"
+            ) from None
+        port = listener.getsockname()[1]
+        listener.listen()
+        # The store takes over the socket: it listens on this address alone, and no other process
+        # can take the port in between.
+        self._store = TCPStore(
+            host,
+            port,
+            cluster.workers,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=cluster.start_timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+        return host, port
+
+    def join(self, host: str, port: int) -> None:
+        cluster = self._spec.cluster
+        store = self._store or TCPStore(
+            host, port, cluster.workers, timeout=timedelta(seconds=cluster.start_timeout_s)
+        )
+        dist.init_process_group(
+            "nccl" if self._device.type == "cuda" else "gloo",
+            store=store,
+            rank=self._rank,
+            world_size=cluster.workers,
+            timeout=timedelta(seconds=cluster.step_timeout_s),
+        )
+
+    def build(self) -> tuple[Shard, ...]:
+        shards = self._trainer.build()
+        log.info("built %d parameters' shards", len(shards))
+        return shards
+
+    def slab_bytes(self) -> int:
+        return self._trainer.slab_bytes()
+
+    def attach(self, buckets: tuple[Bucket, ...], arenas: dict[int, str], slab: SlabRegion) -> None:
+        self._trainer.attach(buckets, arenas, slab)
+
+    def step(self, step: int) -> StepResult:
+        try:
+            result = self._trainer.step(step)
+        except Exception:
+            log.exception("step %d failed", step)
+            raise
+        log.info("step %d: %.3f s, peaks %s", step, result.seconds, result.peaks)
+        return result
+
+
+class OptimizerActor:
+    """Owner of one arena: fills it, updates it, writes it to disk, removes it."""
+
+    def __init__(self, spec: "Spec", index: int, logs: str) -> None:
+        _log_to(logs, f"optimizer-{index}")
+        torch.set_num_threads(spec.cluster.cpus_per_optimizer)
+        self._spec, self._index = spec, index
+        self._core: OptimizerCore | None = None
+
+    def create(self, buckets: tuple[Bucket, ...], slab_bytes: int, snapshot: Path | None) -> str:
+        """Makes the arena and fills it from the snapshot or else afresh; returns its path."""
+        spec = self._spec
+        arena = Arena.create(
+            Path(spec.cluster.shm_dir) / f"flatpeak-{spec.run}-{self._index}{SUFFIX}",
+            run=spec.run,
+            buckets=buckets,
+            spare_frames=spec.memory.optimizer.slots,
+            slab_bytes=slab_bytes,
+        )
+        settings = AdamW(
+            betas=spec.train.betas,
+            eps=spec.train.eps,
+            weight_decay=spec.train.weight_decay,
+            lr_bias=spec.train.router_bias_update_rate,
+        )
+        self._core = OptimizerCore(arena, settings)
+        if snapshot is not None:
+            with SnapshotReader(snapshot) as reader:
+                restore(self._core, reader)
+        else:
+            weights = open_weights(spec)
+            for bucket in buckets:
+                for held in bucket.ranges:
+                    self._core.load(held, weights.read(held))
+            self._core.commit_load(0)
+        log.info("arena %s: %d buckets, %d bytes", arena.path, len(buckets), arena.nbytes)
+        return str(arena.path)
+
+    @property
+    def core(self) -> OptimizerCore:
+        assert self._core is not None, "create() comes first"
+        return self._core
+
+    def update(self, step: int, lr: float, clip_factor: float | None) -> None:
+        self.core.update(step, lr=lr, clip_factor=clip_factor)
+
+    def snapshot(self, folder: str, step: int) -> SnapshotPart:
+        return write_snapshot_part(folder, self.core.arena, actor=self._index, step=step)
+
+    def close(self) -> None:
+        """Removes the arena's name; its memory goes with the last process that maps it."""
+        if self._core is not None:
+            self._core.arena.unlink()
