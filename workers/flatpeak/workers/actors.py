@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import ray
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from flatpeak.workers.arena import SUFFIX, Arena
 from flatpeak.workers.buckets import Bucket, Shard

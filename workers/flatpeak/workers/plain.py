@@ -142,6 +142,8 @@ class _ModuleScope:
 def _open_scopes(model: PreTrainedModel) -> None:
     for _, experts in moe_layers(model):
         _ModuleScope("dispatch").watch(experts)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: attribute(p.grad, "gradients"))
     vocabulary = _ModuleScope("vocabulary")
     # The backward of the loss comes before that of the head: one scope spans both.
     vocabulary.watch(model.lm_head, own_backward=False)
