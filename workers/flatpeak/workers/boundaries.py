@@ -115,6 +115,7 @@ class CheckpointOffload:
         self._restart()
 
     def __enter__(self) -> Self:
+        self._drop_ahead()
         self._restart()
         return self
 
