@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from flatpeak.workers.arena import SUFFIX, Arena, remove_stale
+from flatpeak.workers.arena import SUFFIX, Arena, Frame, remove_stale
 from flatpeak.workers.buckets import Bucket, BucketIndex, Range, Shard, cut_buckets
 from flatpeak.workers.errors import CheckpointError, InputError, RunFailed
 from flatpeak.workers.gradients import GradientStream, clipping_factor, global_norm
@@ -53,53 +53,55 @@ def update_bucket(
     """
     bucket = arena.bucket(i)
     old, new, gradient = arena.frame(i), arena.begin_update(i), arena.gradient(i)
-    for block in _blocks(bucket.size):
-        master = new.master[block]
-        if bucket.rule == "bias":
-            torch.add(old.master[block], gradient[block], alpha=-settings.lr_bias, out=master)
-            new.exp_avg[block].copy_(old.exp_avg[block])
-            new.exp_avg_sq[block].copy_(old.exp_avg_sq[block])
-        else:
-            _adamw(
-                *(old.master[block], old.exp_avg[block], old.exp_avg_sq[block]),
-                gradient[block] if clip_factor == 1.0 else gradient[block] * clip_factor,
-                *(master, new.exp_avg[block], new.exp_avg_sq[block]),
-                updates=arena.updates(i) + 1,
-                lr=lr,
-                decay=settings.weight_decay if bucket.decay else 0.0,
-                settings=settings,
-            )
-        if new.weights is not new.master:
-            new.weights[block].copy_(master)
+    if bucket.rule == "bias":
+        torch.add(old.master, gradient, alpha=-settings.lr_bias, out=new.master)
+        new.exp_avg.copy_(old.exp_avg)
+        new.exp_avg_sq.copy_(old.exp_avg_sq)
+        new.weights.copy_(new.master)
+    else:
+        _adamw(
+            old,
+            new,
+            gradient,
+            updates=arena.updates(i) + 1,
+            lr=lr,
+            clip_factor=clip_factor,
+            decay=settings.weight_decay if bucket.decay else 0.0,
+            settings=settings,
+        )
     arena.commit_update(i, step)
 
 
 def _adamw(
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    old: Frame,
+    new: Frame,
     gradient: Tensor,
-    new_master: Tensor,
-    new_exp_avg: Tensor,
-    new_exp_avg_sq: Tensor,
     *,
     updates: int,
     lr: float,
+    clip_factor: float,
     decay: float,
     settings: AdamW,
 ) -> None:
     beta1, beta2 = settings.betas
-    torch.mul(master, 1 - lr * decay, out=new_master)
-    torch.lerp(exp_avg, gradient, 1 - beta1, out=new_exp_avg)
-    torch.mul(exp_avg_sq, beta2, out=new_exp_avg_sq)
-    new_exp_avg_sq.addcmul_(gradient, gradient, value=1 - beta2)
-    denominator = new_exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**updates)).add_(settings.eps)
-    new_master.addcdiv_(new_exp_avg, denominator, value=-lr / (1 - beta1**updates))
-
-
-def _blocks(size: int) -> Iterator[slice]:
+    step_size = lr / (1 - beta1**updates)
+    correction = math.sqrt(1 - beta2**updates)
     block = _BLOCK * torch.get_num_threads()
-    return (slice(start, min(start + block, size)) for start in range(0, size, block))
+    arrays = (*old.state, gradient, *new.state, new.weights)
+    # One scratch for all blocks: fresh ones cost more in page faults than the arithmetic.
+    scratch = torch.empty(2, min(block, gradient.numel()))
+    for p, m, v, g, new_p, new_m, new_v, weights in zip(
+        *(array.split(block) for array in arrays), strict=True
+    ):
+        scaled, denominator = scratch[:, : g.numel()]
+        g = torch.mul(g, clip_factor, out=scaled)
+        torch.mul(p, 1 - lr * decay, out=new_p)
+        torch.lerp(m, g, 1 - beta1, out=new_m)
+        torch.mul(v, beta2, out=new_v).addcmul_(g, g, value=1 - beta2)
+        torch.sqrt(new_v, out=denominator).div_(correction).add_(settings.eps)
+        new_p.addcdiv_(new_m, denominator, value=-step_size)
+        if new.weights is not new.master:
+            weights.copy_(new_p)
 
 
 @dataclass
