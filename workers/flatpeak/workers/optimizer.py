@@ -148,10 +148,7 @@ class OptimizerCore:
         Moments that are not given stay as they are: zero in a fresh arena. Weights follow their
         master. Between steps only: it changes the current version in place.
         """
-        for piece in self._index.pieces(held.name, held.start, held.stop):
-            frame = self.arena.frame(piece.bucket.index)
-            inner = slice(piece.offset, piece.offset + piece.stop - piece.start)
-            outer = slice(piece.start - held.start, piece.stop - held.start)
+        for frame, inner, outer in self._places(held):
             frame.master[inner].copy_(master[outer])
             frame.weights[inner].copy_(frame.master[inner])
             for moment, values in ((frame.exp_avg, exp_avg), (frame.exp_avg_sq, exp_avg_sq)):
@@ -164,10 +161,9 @@ class OptimizerCore:
         Their `GradientStream.finish` must have returned 0: what was not written would load as 0.
         """
         for bucket in self.buckets:
-            gradient, offset = self.arena.gradient(bucket.index), 0
-            for held in bucket.ranges:
-                self.load(held, gradient[offset : offset + held.size])
-                offset += held.size
+            frame = self.arena.frame(bucket.index)
+            frame.master.copy_(self.arena.gradient(bucket.index))
+            frame.weights.copy_(frame.master)
 
     @property
     def updates(self) -> int:
@@ -177,24 +173,25 @@ class OptimizerCore:
     def read(self, held: Range) -> tuple[Tensor, Tensor, Tensor]:
         """A copy of master, exp_avg and exp_avg_sq, each [held.size], of elements `held`."""
         copies = torch.empty(held.size), torch.empty(held.size), torch.empty(held.size)
-        for piece in self._index.pieces(held.name, held.start, held.stop):
-            frame = self.arena.frame(piece.bucket.index)
-            inner = slice(piece.offset, piece.offset + piece.stop - piece.start)
-            outer = slice(piece.start - held.start, piece.stop - held.start)
+        for frame, inner, outer in self._places(held):
             for copy, part in zip(copies, frame.state, strict=True):
                 copy[outer] = part[inner]
         return copies
 
     def holds(self, held: Range, weights: Tensor) -> bool:
-        """Whether elements `held` have these weights [held.size], bit for bit."""
+        """Whether the weights of elements `held` are `weights` [held.size], on any device."""
+        return all(
+            torch.equal(frame.weights[inner], weights[outer].cpu())
+            for frame, inner, outer in self._places(held)
+        )
+
+    def _places(self, held: Range) -> Iterator[tuple[Frame, slice, slice]]:
+        """Where the elements of `held` lie: (frame, place there, place within `held`)."""
         for piece in self._index.pieces(held.name, held.start, held.stop):
-            inner = slice(piece.offset, piece.offset + piece.stop - piece.start)
-            mine = self.arena.weights(piece.bucket.index)[inner]
-            if not torch.equal(
-                mine, weights[piece.start - held.start : piece.stop - held.start].cpu()
-            ):
-                return False
-        return True
+            size = piece.stop - piece.start
+            start = piece.start - held.start
+            frame = self.arena.frame(piece.bucket.index)
+            yield frame, slice(piece.offset, piece.offset + size), slice(start, start + size)
 
     def commit_load(self, step: int, *, updates: int | None = None) -> None:
         """Let all buckets be version `step`, after `updates` updates (default: `step`)."""
