@@ -74,7 +74,6 @@ class GradientStream:
         overwritten; the first write into each bucket waits for it, at most `timeout_s`.
         """
         self._written = {bucket.index: set() for bucket in self._buckets}
-        self._squares.clear()
         self._required, self._timeout_s = version, timeout_s
 
     def write(
