@@ -24,9 +24,9 @@ from flatpeak.workers.boundaries import CheckpointOffload, slab_bytes
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.checkpoint import build_meta_model, load_config
 from flatpeak.workers.dispatch import DispatchOptions
+from flatpeak.workers.gradients import GradientStream, global_norm
 from flatpeak.workers.memory import PeakMeter
 from flatpeak.workers.model import LocalParameter, ShardedModel, shard_model
-from flatpeak.workers.optimizer import GradientStream, global_norm
 from flatpeak.workers.parallel import Layout, make_groups
 from flatpeak.workers.partition import parts
 from flatpeak.workers.routers import auxiliary_coefficient, watch_routers
@@ -88,7 +88,7 @@ class Trainer:
         self.source: SampleSource
         self._stream: GradientStream
         self._offload: CheckpointOffload
-        self._accumulate = False
+        self._accumulate, self._final = False, True
         self._meter = PeakMeter(device=device) if spec.metrics.peaks else None
 
     def build(self) -> tuple[Shard, ...]:
@@ -250,7 +250,7 @@ class Trainer:
             load.finish_counting()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
-            self._accumulate = index > 0
+            self._accumulate, self._final = index > 0, index == len(batches) - 1
             with self._offload:
                 nll = self._run(batch, with_targets=True)
                 assert nll is not None
@@ -313,7 +313,9 @@ class Trainer:
         own = grad.reshape(-1)[
             parameter.own_start - parameter.start : parameter.own_stop - parameter.start
         ]
-        self._stream.write(parameter.name, parameter.own_start, own, accumulate=self._accumulate)
+        self._stream.write(
+            parameter.name, parameter.own_start, own, accumulate=self._accumulate, final=self._final
+        )
 
     def _finish_gradients(self) -> float:
         if self.spec.train.router_bias_update_rate:
@@ -325,7 +327,7 @@ class Trainer:
         layer_of = {
             name.rsplit(".", 1)[0]: index for index, name in enumerate(self.sharded.moe_names)
         }
-        self._accumulate = False
+        self._accumulate, self._final = False, True
         for parameter in self.sharded.parameters:
             if parameter.rule == "bias":
                 block = parameter.name.rsplit(".", 2)[0]
