@@ -37,8 +37,7 @@ def ring_cross_entropy(
     """Negative log likelihood of each own token under the whole sharded vocabulary.
 
     Every rank of `group` calls this with its own tokens (their number may differ and may be 0) and
-    then runs backward, both as one collective. No tensor of tokens x vocabulary
-    elements is ever made.
+    then runs backward, both as one collective. No tensor of tokens x vocabulary elements is made.
 
     Args:
         hidden: [N, H], float32, bfloat16 or float16.

@@ -40,7 +40,8 @@ def choose_tiles(
 def weights_move(schedule: str, *, tokens: int, vocab_size: int, ranks: int) -> bool:
     """Whether weight shards tour the ring (else activations do): what is fewer bytes moves."""
     if schedule == "auto":
-        return tokens * ranks > vocab_size
+        # Alone nothing travels, and activations need no fp32 gradient of all tokens at once.
+        return ranks > 1 and tokens * ranks > vocab_size
     return schedule == "weights"
 
 
