@@ -37,8 +37,7 @@ def ring_cross_entropy(
     """Negative log likelihood of each own token under the whole sharded vocabulary.
 
     Every rank of `group` calls this with its own tokens (their number may differ and may be 0) and
-    then runs backward, both as one collective. No tensor of tokens x vocabulary
-    elements is ever made.
+    then runs backward, both as one collective. No tensor of tokens x vocabulary elements is made.
 
     Args:
         hidden: [N, H], float32, bfloat16 or float16.
@@ -47,7 +46,8 @@ def ring_cross_entropy(
             head weight; may be empty.
         group: the P ranks that share the head weight, or None for one rank and no collectives.
         ignore_index: such tokens have zero loss and zero gradient.
-        token_tile: tokens in a strip of logits; None chooses by bytes.
+        token_tile: side of a strip of logits, and rows of a piece on tour: scales the memory this
+            takes beside its inputs and gradients. None chooses by bytes.
         schedule: which tensor tours the ring: "weights", "activations", or "auto" for the smaller.
         grad_sink: receives the finished fp32 weight gradient [V_r, H] once, in backward; autograd
             then gets none. Without it autograd gets the gradient in the weight's dtype.
