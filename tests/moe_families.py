@@ -7,8 +7,9 @@ from importlib import import_module
 from types import SimpleNamespace
 
 import torch
-from flatpeak.workers.partition import part
 from torch import nn
+
+from flatpeak.workers.partition import part
 
 HIDDEN, INTERMEDIATE = 12, 10
 

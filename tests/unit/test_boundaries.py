@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
 from flatpeak.workers.boundaries import CheckpointOffload, slab_bytes
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.memory import HOST, PeakMeter, scope
 from flatpeak.workers.recompute import is_recomputing
 from ranks import run_ranks
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 N, H = 64, 16
 ROWS = N * H * 4  # bytes of one boundary

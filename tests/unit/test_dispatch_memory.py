@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from flatpeak.workers.dispatch import DispatchOptions, assumed_routing, moe_forward
-from moe_families import PlainExperts, profile, random_ids
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from flatpeak.workers.dispatch import DispatchOptions, assumed_routing, moe_forward
+from moe_families import PlainExperts, profile, random_ids
 
 HIDDEN, EXPERTS, K = 256, 32, 4
 

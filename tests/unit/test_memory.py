@@ -4,13 +4,14 @@ import gc
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
 from flatpeak.workers.memory import HOST, PeakMeter, ScopeRises, attribute, exclude, scope
 from flatpeak.workers.recompute import checkpoint_contexts
 from flatpeak.workers.scopes import observed
 from ranks import run_ranks
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 KB = 1024
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.buckets import Range, Shard, cut_buckets
 from flatpeak.workers.errors import (

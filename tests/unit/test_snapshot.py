@@ -7,6 +7,7 @@ import os
 import pyarrow as pa
 import pytest
 import torch
+
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.buckets import Range, Shard, cut_buckets
 from flatpeak.workers.errors import CheckpointError, RunFailed

@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from flatpeak.workers.partition import part
-from flatpeak.workers.vocabulary import ring_cross_entropy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
 from torch import Tensor
+
+from flatpeak.workers.partition import part
+from flatpeak.workers.vocabulary import ring_cross_entropy
+from ranks import run_ranks
 
 IGNORED = -100
 

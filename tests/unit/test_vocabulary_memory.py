@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from flatpeak.workers.memory import PeakMeter
-from flatpeak.workers.partition import part
-from flatpeak.workers.vocabulary import ring_cross_entropy
-from ranks import run_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from flatpeak.workers.memory import PeakMeter
+from flatpeak.workers.partition import part
+from flatpeak.workers.vocabulary import ring_cross_entropy
+from ranks import run_ranks
 
 SCHEDULES = ["weights", "activations"]
 WIDTH, TILE, VOCAB = 8, 16, 192

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from flatpeak.kernels.vocabulary_strip import accumulate_, merge_, strip_residual, strip_state
 from flatpeak.workers.vocabulary.ring import Carry, Ring, tour
 from flatpeak.workers.vocabulary.tiles import choose_tiles, spans, weights_move
-from torch import Tensor
 
 
 def strip_input() -> tuple[Tensor, Tensor, Tensor]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+
 from flatpeak.workers.errors import DataError, FlatpeakError, InputError
 from flatpeak.workers.partition import part
 from flatpeak.workers.vocabulary import ring_cross_entropy

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
 from flatpeak.workers.errors import FlatpeakError, InputError, RunFailed
 
 INTERRUPTED = 130

@@ -32,9 +32,10 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 import torch
+from torch import Tensor
+
 from flatpeak.workers.buckets import Bucket, from_json, to_json
 from flatpeak.workers.errors import ClusterError, DoesNotFit, InputError, WaitTimeout
-from torch import Tensor
 
 SUFFIX = ".arena"
 _MAKING = ".making"

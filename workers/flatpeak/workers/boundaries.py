@@ -19,12 +19,13 @@ from math import prod
 from typing import Any, Protocol, Self
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import checkpoint
+
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.memory import attribute
 from flatpeak.workers.recompute import checkpoint_contexts
 from flatpeak.workers.scopes import scope
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.checkpoint import checkpoint
 
 BOUNDARIES = "boundaries"
 

@@ -15,9 +15,10 @@ from itertools import accumulate as running_sum
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.buckets import Bucket, BucketIndex, Piece
-from torch import Tensor
 
 # Fewer elements than torch splits over threads: a sum over a block does not depend on them.
 _SUM_BLOCK = 16384

@@ -14,10 +14,11 @@ from math import prod
 from typing import Any, Protocol, Self
 
 import torch
-from flatpeak.workers.scopes import OTHER, current_scope, observed, scope
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+from flatpeak.workers.scopes import OTHER, current_scope, observed, scope
 
 __all__ = ["HOST", "TOTAL", "PeakMeter", "attribute", "exclude", "scope"]
 

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from flatpeak.workers.arena import SUFFIX, Arena, Frame, remove_stale
 from flatpeak.workers.buckets import Bucket, BucketIndex, Range, Shard, cut_buckets
 from flatpeak.workers.errors import CheckpointError, InputError, RunFailed
 from flatpeak.workers.gradients import GradientStream, clipping_factor, global_norm
-from torch import Tensor
 
 # Elements of a block and thread: the seven fp32 arrays of an update then stay in a core's cache.
 # Also torch's own grain: fewer elements are never split over threads.

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 
 import torch
+
 from flatpeak.workers.dispatch.options import DispatchOptions
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.partition import parts

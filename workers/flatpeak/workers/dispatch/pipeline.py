@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
 from flatpeak.workers.dispatch.exchange import Arriving
 from flatpeak.workers.dispatch.experts import (
     ExpertLayout,
@@ -27,8 +30,6 @@ from flatpeak.workers.errors import InputError
 from flatpeak.workers.partition import part
 from flatpeak.workers.recompute import is_recomputing
 from flatpeak.workers.scopes import scope
-from torch import nn
-from torch.autograd.function import once_differentiable
 
 GradSink = Callable[[nn.Parameter, torch.Tensor], None]
 

@@ -13,6 +13,7 @@ from math import ceil
 
 import torch
 import torch.distributed as dist
+
 from flatpeak.workers.dispatch.assignment import Counts, DispatchPlan, plan_dispatch
 from flatpeak.workers.dispatch.options import DispatchOptions
 from flatpeak.workers.errors import InputError

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
 from flatpeak.workers.dispatch.exchange import Arriving, exchange
 from flatpeak.workers.dispatch.routing import LABEL, Chunk, Group, Routing, visits
 

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
 from flatpeak.kernels.vocabulary_strip import accumulate_, merge_, strip_residual, strip_state
 from flatpeak.workers.partition import parts
 from flatpeak.workers.scopes import scope
 from flatpeak.workers.vocabulary.agreement import check_facts, gather_facts
 from flatpeak.workers.vocabulary.ring import Carry, Ring, tour
 from flatpeak.workers.vocabulary.tiles import Tiles, choose_tiles, spans, weights_move
-from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
 GradSink = Callable[[Tensor], None]
 
