@@ -97,7 +97,8 @@ class VocabularyHead(nn.Module):
             # A tied weight's gradient goes on through autograd to the embedding it shares.
             grad_sink=None if self.tied else self.sink,
         )
-        self.output = nll.view(hidden.shape[:-1])
+        # A copy of N numbers: FSDP2 hangs its hooks on what a module returns, and warns of views.
+        self.output = nll.view(hidden.shape[:-1]).clone()
         return self.output
 
 
