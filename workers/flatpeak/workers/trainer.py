@@ -262,6 +262,8 @@ class Trainer:
                 total += loss.detach()
                 del nll
                 loss.backward()
+                # The graph's nodes, and what they hold beside tensors, end with the last reference.
+                del loss
         if not self._coefficient:
             load.finish_counting()
         dist.all_reduce(total)
