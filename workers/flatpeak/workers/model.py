@@ -206,18 +206,20 @@ def _shard_dense(model: PreTrainedModel, mesh: DeviceMesh, ignored: set[nn.Param
     decoder: Any = _decoder(model)
     head = model.lm_head
 
-    def shard(module: Any, **options: Any) -> None:
-        fully_shard(module, mesh=mesh, ignored_params=ignored, **options)
+    # Every parameter is computed with in the dtype that it has; gradients are summed in fp32.
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    def shard(module: Any) -> None:
+        fully_shard(module, mesh=mesh, ignored_params=ignored, mp_policy=policy)
 
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    # FSDP2 reduces a group in one dtype, and its default policy would round a router kept in fp32.
-    exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+    # A group of FSDP2 has one dtype, so a router kept in fp32 needs a group of its own.
     for layer in decoder.layers:
         if len(dtypes) > 1:
             for module in layer.modules():
                 own = [p for p in module.parameters(recurse=False) if p not in ignored]
                 if own and all(p.dtype == torch.float32 for p in own):
-                    shard(module, mp_policy=exact)
+                    shard(module)
         shard(layer)
     # The root's own group would stay gathered after a forward pass and ignore refreshed weights, so
     # every parameter belongs to a group below it; tied weights must share one.
