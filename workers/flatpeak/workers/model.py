@@ -25,6 +25,7 @@ from flatpeak.workers.dispatch import DispatchOptions, moe_forward
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.parallel import Axis, Groups
 from flatpeak.workers.partition import part
+from flatpeak.workers.recompute_probe import value_needed_in_recompute
 from flatpeak.workers.routers import RouterLoad
 from flatpeak.workers.vocabulary import ring_cross_entropy
 
@@ -41,8 +42,8 @@ class ExpertsContext:
     options: DispatchOptions
     load: RouterLoad
     layer: int
+    value_needed_in_recompute: bool
     sink: GradientSink | None = None
-    value_needed_in_recompute: bool = True
 
 
 def experts_forward(
@@ -164,7 +165,7 @@ class ShardedModel:
         return nll
 
 
-def _decoder(model: PreTrainedModel) -> nn.Module:
+def _decoder(model: PreTrainedModel) -> Any:
     decoder = model.base_model
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or model.lm_head is None:
         raise InputError(
@@ -203,7 +204,7 @@ def _cut_head(model: PreTrainedModel, axis: Axis) -> VocabularyHead:
 
 
 def _shard_dense(model: PreTrainedModel, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
-    decoder: Any = _decoder(model)
+    decoder = _decoder(model)
     head = model.lm_head
 
     # Every parameter is computed with in the dtype that it has; gradients are summed in fp32.
@@ -316,7 +317,7 @@ def shard_model(
 
     Collective over the world. `mesh` has one dimension of W ranks.
     """
-    _decoder(model)
+    value_needed = value_needed_in_recompute(model, _decoder(model).layers)
     attention.check_attention(model.config, groups.sequence.degree)
     attention.register()
     model.set_attn_implementation(attention.ATTENTION_NAME)
@@ -339,7 +340,13 @@ def shard_model(
     load = RouterLoad(layers=len(layers), experts=total, device=device)
     contexts = []
     for index, (_, experts) in enumerate(layers):
-        context = ExpertsContext(axis=groups.expert, options=dispatch, load=load, layer=index)
+        context = ExpertsContext(
+            axis=groups.expert,
+            options=dispatch,
+            load=load,
+            layer=index,
+            value_needed_in_recompute=value_needed,
+        )
         cast(Any, experts).flatpeak_experts = context
         contexts.append(context)
     sequence = attention.SequenceContext(group=groups.sequence.group, degree=groups.sequence.degree)
