@@ -89,6 +89,7 @@ class Trainer:
         self._stream: GradientStream
         self._offload: CheckpointOffload
         self._accumulate, self._final = False, True
+        self._reduced: Tensor | None = None
         self._meter = PeakMeter(device=device) if spec.metrics.peaks else None
 
     def build(self) -> tuple[Shard, ...]:
@@ -262,6 +263,8 @@ class Trainer:
                 total += loss.detach()
                 del nll
                 loss.backward()
+                # The graph's nodes, and what they hold beside tensors, end with the last reference.
+                del loss
         if not self._coefficient:
             load.finish_counting()
         dist.all_reduce(total)
@@ -286,15 +289,27 @@ class Trainer:
     def _hook_gradients(self) -> None:
         local = {id(p.parameter): p for p in self.sharded.parameters if p.parameter is not None}
 
+        def keep(reduced: Tensor) -> None:
+            self._reduced = reduced
+
         def from_fsdp(parameter: nn.Parameter) -> None:
             grad = parameter.grad
             assert isinstance(grad, DTensor)
+            assert self._reduced is not None
             parameter.grad = None  # FSDP2 calls this as each layer reduces: free the shard at once
-            self._write(local[id(parameter)], grad._local_tensor)
+            # `.grad` is a view of the group's reduced buffer, rounded to the parameter's dtype. The
+            # buffer itself, shown to `keep` just before, holds the fp32 sums at the same place.
+            rounded = grad._local_tensor
+            exact = self._reduced.as_strided(
+                rounded.shape, rounded.stride(), rounded.storage_offset()
+            )
+            self._write(local[id(parameter)], exact)
 
         def from_operator(parameter: nn.Parameter, grad: Tensor) -> None:
             self._write(local[id(parameter)], grad)
 
+        for module in self.sharded.fsdp_modules():
+            module.set_all_reduce_hook(keep)
         for entry in self.sharded.parameters:
             if isinstance(entry.parameter, DTensor):
                 entry.parameter.register_post_accumulate_grad_hook(from_fsdp)
@@ -321,6 +336,7 @@ class Trainer:
         if self.spec.train.router_bias_update_rate:
             self._write_router_biases()
         self._stream.finish()
+        self._reduced = None
         return global_norm(self._stream.squared_norm())
 
     def _write_router_biases(self) -> None:
