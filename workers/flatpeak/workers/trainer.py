@@ -6,6 +6,7 @@ controller drives it; every rank calls the same methods in the same order.
 
 import math
 import time
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -287,37 +288,45 @@ class Trainer:
         return targets, tokens
 
     def _hook_gradients(self) -> None:
-        local = {id(p.parameter): p for p in self.sharded.parameters if p.parameter is not None}
-
-        def keep(reduced: Tensor) -> None:
-            self._reduced = reduced
-
-        def from_fsdp(parameter: nn.Parameter) -> None:
-            grad = parameter.grad
-            assert isinstance(grad, DTensor)
-            assert self._reduced is not None
-            parameter.grad = None  # FSDP2 calls this as each layer reduces: free the shard at once
-            # `.grad` is a view of the group's reduced buffer, rounded to the parameter's dtype. The
-            # buffer itself, shown to `keep` just before, holds the fp32 sums at the same place.
-            rounded = grad._local_tensor
-            exact = self._reduced.as_strided(
-                rounded.shape, rounded.stride(), rounded.storage_offset()
-            )
-            self._write(local[id(parameter)], exact)
-
-        def from_operator(parameter: nn.Parameter, grad: Tensor) -> None:
-            self._write(local[id(parameter)], grad)
-
+        # The hooks of a tensor are out of the garbage collector's sight: one that held the trainer
+        # would keep it, its groups and their threads alive for ever.
+        trainer = weakref.proxy(self)
+        self._local = {
+            id(entry.parameter): entry
+            for entry in self.sharded.parameters
+            if entry.parameter is not None
+        }
         for module in self.sharded.fsdp_modules():
-            module.set_all_reduce_hook(keep)
+            module.set_all_reduce_hook(lambda reduced: trainer._keep_reduced(reduced))
         for entry in self.sharded.parameters:
             if isinstance(entry.parameter, DTensor):
-                entry.parameter.register_post_accumulate_grad_hook(from_fsdp)
+                entry.parameter.register_post_accumulate_grad_hook(
+                    lambda parameter: trainer._take_dense(parameter)
+                )
         for context in self.sharded.experts:
-            context.sink = from_operator
+            context.sink = self._take_local
         head = self.sharded.head
         if not head.tied:
-            head.sink = lambda grad: from_operator(head.weight, grad)
+            head.sink = lambda grad: self._take_local(head.weight, grad)
+
+    def _keep_reduced(self, reduced: Tensor) -> None:
+        self._reduced = reduced
+
+    def _take_dense(self, parameter: nn.Parameter) -> None:
+        """Hands on what FSDP2 has just reduced; it calls this layer by layer in backward."""
+        grad = parameter.grad
+        assert isinstance(grad, DTensor)
+        assert self._reduced is not None
+        parameter.grad = None  # free the shard at once
+        # `.grad` is a view of the group's reduced buffer, rounded to the parameter's dtype. The
+        # buffer itself, kept just before, holds the fp32 sums at the same place.
+        rounded = grad._local_tensor
+        exact = self._reduced.as_strided(rounded.shape, rounded.stride(), rounded.storage_offset())
+        self._write(self._local[id(parameter)], exact)
+
+    def _take_local(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        """Hands on the fp32 gradient of experts or of the head."""
+        self._write(self._local[id(parameter)], grad)
 
     def _write(self, parameter: LocalParameter, grad: Tensor) -> None:
         """Hands the part of a local gradient that this rank owns to its buckets."""
