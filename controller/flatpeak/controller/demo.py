@@ -6,6 +6,7 @@ in this process, on as many tokens as one worker has.
 
 import time
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from rich.table import Table
 
 from flatpeak.controller import launch
 from flatpeak.controller.display import display_for
-from flatpeak.controller.runs import Summary
+from flatpeak.controller.runs import Event, RunEvent, Summary
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec, parse_spec
 from flatpeak.workers.data import Samples, open_samples
+from flatpeak.workers.errors import RunFailed
 from flatpeak.workers.memory import TOTAL, PeakMeter
 from flatpeak.workers.plain import PlainTrainer
 
@@ -77,8 +79,15 @@ def main() -> None:
     console = Console()
     spec = demo_spec(time.strftime("demo-%Y%m%d-%H%M%S"))
     console.print(_introduction(spec))
+    events: list[Event] = []
     with display_for(steps=spec.train.steps, json=False) as display:
-        summary = launch.train(spec, on_event=display)
+
+        def follow(event: Event) -> None:
+            events.append(event)
+            display(event)
+
+        summary = launch.train(spec, on_event=follow)
+    console.print(check_largest(spec, events))
     source = _samples(spec)
     console.print("Measuring a plain trainer on the same samples ...")
     rows = compare(summary, measure_plain(spec, source))
@@ -87,6 +96,30 @@ def main() -> None:
         f"Loss {summary.loss:.3f} after {summary.steps} steps; the corpus's unigram entropy is "
         f"{source.unigram_entropy():.3f}.\nSteps, events, peaks and logs: {summary.folder}"
     )
+
+
+def check_largest(spec: Spec, events: list[Event]) -> str:
+    """Says how large the largest tensors were; refuses a run whose meter saw an unbounded one."""
+    shapes = next(
+        event.detail["shapes"]
+        for event in events
+        if isinstance(event, RunEvent) and event.kind == "largest_tensors"
+    )
+    tokens = spec.train.sequences_per_step * spec.train.sequence_length // spec.cluster.workers
+    routes = tokens * MODEL["num_experts_per_tok"]
+    unbounded = {
+        "vocabulary": ("tokens x vocabulary", tokens * MODEL["vocab_size"]),
+        "dispatch": ("routes x expert width", routes * MODEL["moe_intermediate_size"]),
+    }
+    lines = []
+    for component, (what, limit) in unbounded.items():
+        found = prod(shapes[component])
+        if found >= limit:
+            raise RunFailed(f"{component} made a tensor {shapes[component]}: {what} is {limit}")
+        lines.append(
+            f"Largest tensor of {component}: {found:,} elements; {what} would be {limit:,}."
+        )
+    return "\n".join(lines)
 
 
 def measure_plain(spec: Spec, source: Samples) -> dict[str, int]:
