@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TextIO
 
-from flatpeak.controller.runs import TOTAL, Event, RunEvent, StepRecord, Summary, to_json
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from flatpeak.controller.runs import TOTAL, Event, RunEvent, StepRecord, Summary, to_json
 
 GIB = 2**30
 
