@@ -14,23 +14,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from flatpeak.controller.leftovers import arena_name
 from flatpeak.controller.placement import (
     Placed,
     actors_beside,
     pick_device,
     release,
-    remove_arenas,
     reserve_workers,
     slab_regions,
     start_optimizers,
     start_workers,
+    sweep_nodes,
 )
 from flatpeak.controller.runs import Event, RunEvent, StepRecord
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.waiting import Interrupted, collect
 from flatpeak.workers.actors import log_to
-from flatpeak.workers.arena import SUFFIX
 from flatpeak.workers.buckets import Bucket, cut_buckets
 from flatpeak.workers.data import sample_ids
 from flatpeak.workers.errors import RunFailed
@@ -153,7 +153,7 @@ class Controller:
         self._collect(attach, "attaching to the arenas", self.spec.cluster.start_timeout_s)
 
     def _arena_path(self, index: int) -> str:
-        name = f"flatpeak-{self.spec.run}-{self._token}-{index}{SUFFIX}"
+        name = arena_name(self.spec.run, self._token, index)
         return str(Path(self.spec.cluster.shm_dir) / name)
 
     def _snapshot_to_resume(self) -> Path | None:
@@ -257,11 +257,9 @@ class Controller:
             log.warning("%s", error)
             closed = False
         release(self._group, [placed.handle for placed in self._workers + self._optimizers])
-        if not closed:
-            arenas = {
-                self._arena_path(index): actor.node for index, actor in enumerate(self._with_arena)
-            }
-            remove_arenas(arenas)
+        if not closed and self.spec.cluster.address != "local":  # there the driver sees to it
+            nodes = sorted({actor.node for actor in self._with_arena})
+            sweep_nodes(self.spec, nodes, self._token)
 
     # Waiting
 

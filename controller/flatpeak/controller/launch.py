@@ -7,7 +7,6 @@ and no arena.
 import secrets
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -17,19 +16,19 @@ from ray.exceptions import ActorAlreadyExistsError, RayError
 
 from flatpeak.controller.cluster import NAMESPACE, check_cluster, connected
 from flatpeak.controller.controller import Controller
+from flatpeak.controller.leftovers import remove_arenas
 from flatpeak.controller.runs import Event, RunEvent, RunFolder, StepRecord, Summary
 from flatpeak.controller.signals import StopSignals
 from flatpeak.controller.spec import Spec, check_against_model, resolve_parallel
 from flatpeak.controller.waiting import describe
 from flatpeak.workers import checkpoint
-from flatpeak.workers.arena import SUFFIX, remove_stale, sweep_stale
+from flatpeak.workers.arena import sweep_stale
 from flatpeak.workers.data import open_samples
 from flatpeak.workers.errors import ClusterError, FlatpeakError
 from flatpeak.workers.weights import open_weights
 
 _POLL_S = 0.25
 _NAME_FREE_S = 10.0
-_SWEEP_S = 5.0
 
 
 def resolve(spec: Spec) -> Spec:
@@ -101,7 +100,7 @@ def _drive(spec: Spec, token: str, follower: "_Follower", signals: StopSignals) 
     except SystemExit:  # SIGTERM while Ray was starting: it had taken the signal over
         raise KeyboardInterrupt from None
     finally:
-        _sweep(Path(spec.cluster.shm_dir), f"flatpeak-{spec.run}-{token}-*{SUFFIX}*")
+        remove_arenas(spec.cluster.shm_dir, spec.run, token)
     if not follower.finished:
         raise KeyboardInterrupt
 
@@ -198,15 +197,3 @@ def _start_controller(spec: Spec, token: str, folder: RunFolder) -> Any:
                     "machine or runs_dir; stop it there, or choose another name by --set run=..."
                 ) from None
             time.sleep(_POLL_S)
-
-
-def _sweep(folder: Path, pattern: str) -> None:
-    """Removes what the run's processes, if they were killed, left here; they take a moment to go.
-
-    Of this run alone: the arena of another whose process is being restarted looks stale too.
-    """
-    deadline = time.monotonic() + _SWEEP_S
-    while not all(remove_stale(path) for path in folder.glob(pattern)):
-        if time.monotonic() > deadline:
-            return  # the next run that starts here sweeps again
-        time.sleep(0.05)

@@ -7,9 +7,8 @@ asked for is first compared with what the cluster has.
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -25,9 +24,9 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from flatpeak.controller.leftovers import remove_arenas
 from flatpeak.controller.spec import Spec
 from flatpeak.workers.actors import OptimizerActor, TrainWorker
-from flatpeak.workers.arena import remove_stale
 from flatpeak.workers.errors import ClusterError
 from flatpeak.workers.trainer import SlabRegion
 
@@ -189,22 +188,16 @@ def release(group: PlacementGroup | None, actors: Sequence[Any]) -> None:
         time.sleep(0.05)
 
 
-def remove_arenas(arenas: Mapping[str, str]) -> None:
-    """Removes the arenas (path to node) of processes that were killed; they take a moment to go."""
-    remove = ray.remote(_remove_arena)
+def sweep_nodes(spec: Spec, nodes: Sequence[str], token: str) -> None:
+    """Removes what the run's killed processes left in the memory of these nodes."""
+    remove = ray.remote(remove_arenas)
     refs = [
         remove.options(
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        ).remote(path)
-        for path, node in arenas.items()
+        ).remote(spec.cluster.shm_dir, spec.run, token)
+        for node in nodes
     ]
     try:
-        ray.get(refs, timeout=2 * _GONE_S)
+        ray.get(refs, timeout=3 * _GONE_S)
     except RayError as error:  # a node is gone, and its memory with it
-        log.warning("some of %s may be left until the next run: %s", list(arenas), error)
-
-
-def _remove_arena(path: str) -> None:
-    deadline = time.monotonic() + _GONE_S
-    while Path(path).exists() and not remove_stale(Path(path)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+        log.warning("arenas of this run may be left until the next one starts: %s", error)
