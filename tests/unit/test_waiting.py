@@ -69,13 +69,23 @@ def test_an_error_of_ours_keeps_its_type_and_names_the_process():
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+class Death(ActorDiedError):
+    """As Ray words one."""
+
+    def __str__(self) -> str:
+        return (
+            "The actor died unexpectedly before finishing this task.\n\tclass_name: TrainWorker\n"
+            "\tpid: 4711\n\tip: 10.0.0.7\nThe actor is dead because its worker process has died."
+        )
+
+
 def test_a_death_names_the_process_what_is_known_of_it_and_the_cause():
-    script = Script(("worker 1", ActorDiedError()))
+    script = Script(("worker 1", Death()))
     with pytest.raises(RunFailed) as caught:
         ask(script, "worker 0", "worker 1", last_seen=lambda who: f"{who} was at step 6")
     assert str(caught.value) == (
-        "step 7: worker 1 died (worker 1 was at step 6): "
-        "The actor died unexpectedly before finishing this task."
+        "step 7: worker 1 died (worker 1 was at step 6; pid 4711, ip 10.0.0.7): "
+        "The actor is dead because its worker process has died."
     )
 
 

@@ -42,9 +42,12 @@ def connected(spec: Spec) -> Iterator[list[RunEvent]]:
 
     Yields warnings about the machine. Both ends are silent on standard error.
     """
+    if ray.is_initialized():
+        raise ClusterError("this process is connected to a Ray already; call ray.shutdown() first")
     try:
         if spec.cluster.address == "local":
-            yield _start_local(spec.cluster)
+            _start_local(spec.cluster)
+            yield _warnings(spec.cluster)
         else:
             _connect(spec.cluster.address)
             yield []
@@ -52,29 +55,42 @@ def connected(spec: Spec) -> Iterator[list[RunEvent]]:
         ray.shutdown()
 
 
-def _start_local(cluster: ClusterSpec) -> list[RunEvent]:
-    cores = os.cpu_count() or 1
-    needed = (
-        cluster.workers * cluster.cpus_per_worker + cluster.optimizers * cluster.cpus_per_optimizer
-    )
-    ray.init(
-        address="local",
-        namespace=NAMESPACE,
-        num_cpus=max(needed, cores),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
-    )
-    if needed <= cores:
+def _start_local(cluster: ClusterSpec) -> None:
+    try:
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            num_cpus=max(_cores_asked(cluster), _cores_here()),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+        )
+    except Exception as error:  # Ray raises many types here, all of them mean: not started
+        raise ClusterError(f"cannot start Ray on this machine: {error}") from error
+
+
+def _warnings(cluster: ClusterSpec) -> list[RunEvent]:
+    asked, here = _cores_asked(cluster), _cores_here()
+    if asked <= here:
         return []
     text = (
         f"{cluster.workers} workers x {cluster.cpus_per_worker} and {cluster.optimizers} optimizer "
-        f"actors x {cluster.cpus_per_optimizer} ask for {needed} cores, this machine has {cores}: "
+        f"actors x {cluster.cpus_per_optimizer} ask for {asked} cores, this machine has {here}: "
         "steps will be slower"
     )
     return [RunEvent(kind="warning", time=time.time(), detail={"text": text})]
+
+
+def _cores_asked(cluster: ClusterSpec) -> int:
+    return (
+        cluster.workers * cluster.cpus_per_worker + cluster.optimizers * cluster.cpus_per_optimizer
+    )
+
+
+def _cores_here() -> int:
+    return os.cpu_count() or 1
 
 
 def _connect(address: str) -> None:

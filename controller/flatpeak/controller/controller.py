@@ -89,9 +89,11 @@ class Controller:
                 yield from self._train()
             except Interrupted:
                 yield event("interrupted", step=self._committed)
-            yield from self._finish()
+            yield from self._keep_committed()
+            yield event("finished", step=self._committed)
         except Exception:
             log.exception("the run failed")
+            yield from self._keep_what_can_be()
             raise
         finally:
             self._teardown()
@@ -234,7 +236,7 @@ class Controller:
 
     # End
 
-    def _finish(self) -> Iterator[Event]:
+    def _keep_committed(self) -> Iterator[Event]:
         """Waits for the updates under way and keeps what is committed.
 
         Workers hold no state, so an interrupted run need not wait for the step they are in.
@@ -245,7 +247,13 @@ class Controller:
         if self.spec.snapshots.at_end and self._committed > self._saved:
             self._begin_snapshot(self._committed)
             yield from self._commit_snapshot()
-        yield event("finished", step=self._committed)
+
+    def _keep_what_can_be(self) -> Iterator[Event]:
+        """After a failure: all state is with the optimizer actors, which may be well."""
+        try:
+            yield from self._keep_committed()
+        except Exception:
+            log.exception("what was committed after step %d is lost", self._saved)
 
     def _teardown(self) -> None:
         """Ends what was started, however far the start came."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
 from flatpeak.workers.errors import FlatpeakError, RunFailed, WaitTimeout
 
@@ -73,9 +73,20 @@ def describe(
         if isinstance(error.cause, FlatpeakError):
             return type(error.cause)(f"{who}: {error.cause}")
         return RunFailed(f"{what}: {who} raised\n{_COLOURS.sub('', str(error))}")
-    known = last_seen(who)
-    text = _COLOURS.sub("", str(error)).replace("\n\t", ", ")
-    return RunFailed(f"{what}: {who} died{f' ({known})' if known else ''}: {text}")
+    known = "; ".join(part for part in (last_seen(who), _where(error)) if part)
+    return RunFailed(f"{what}: {who} died{f' ({known})' if known else ''}: {_why(error)}")
+
+
+def _where(error: RayError) -> str:
+    """Ray's facts are indented lines of its message; the names among them are of no use here."""
+    facts = dict(re.findall(r"^\t(pid|ip): (.*)$", str(error), re.MULTILINE))
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def _why(error: RayError) -> str:
+    general = ActorDiedError.BASE_ERROR_MSG
+    lines = [line for line in str(error).splitlines() if not line.startswith("\t")]
+    return _COLOURS.sub("", "\n".join([line for line in lines if line != general] or lines))
 
 
 def _root_cause(
