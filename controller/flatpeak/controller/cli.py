@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -75,7 +76,11 @@ def train(
 
     from flatpeak.controller import launch
 
-    with display_for(steps=job.train.steps, json=as_json) as display:
+    # The display has the stream by now; Ray prints what it has to say of a worker's death there too.
+    with (
+        display_for(steps=job.train.steps, json=as_json) as display,
+        redirect_stdout(sys.stderr),
+    ):
         summary = launch.train(job, on_event=display)
     display.summary(summary)
 
