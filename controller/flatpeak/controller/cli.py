@@ -76,7 +76,7 @@ def train(
 
     from flatpeak.controller import launch
 
-    # The display has the stream by now; Ray prints what it has to say of a worker's death there too.
+    # The display has its stream by now; Ray would print there what it has to say of a death.
     with (
         display_for(steps=job.train.steps, json=as_json) as display,
         redirect_stdout(sys.stderr),
