@@ -180,6 +180,11 @@ class Driver:
         return self._err.read()
 
 
+def load() -> float:
+    """How much longer than alone a process takes here now."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 @contextmanager
 def driving(spec: Spec, folder: Path, *arguments: str) -> Iterator[Driver]:
     driver = Driver(spec, folder, *arguments)

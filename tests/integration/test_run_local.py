@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from driven_run import Driver, driving, flatpeak, tiny_job
+from driven_run import Driver, driving, flatpeak, load, tiny_job
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec
 from local_run import train_locally
@@ -76,10 +76,12 @@ def test_a_killed_driver_takes_its_ray_along_and_the_run_goes_on_from_its_snapsh
         wait_until_gone(driver)
         assert [path.suffix for path in Path(job.cluster.shm_dir).iterdir()] == [".arena"]
     assert status(job, tmp_path)["state"] == "died"
-    last = int(status(job, tmp_path)["step"])
+    # The controller may have come a few steps further than its driver could write down.
+    manifests = driver.run.snapshots.glob("step-*/manifest.json")
+    saved = max(int(path.parent.name.removeprefix("step-")) for path in manifests)
 
     began = time.monotonic()
-    more = ["--resume", "--set", f"train.steps={last + 2}"]
+    more = ["--resume", "--set", f"train.steps={saved + 2}"]
     with driving(job, tmp_path, *more) as driver:
         driver.wait_for(kind="started")
         restarted = time.monotonic() - began
@@ -87,11 +89,9 @@ def test_a_killed_driver_takes_its_ray_along_and_the_run_goes_on_from_its_snapsh
         assert driver.left() == []
     assert restarted < 60 * load()
     assert (ended.code, ended.err) == (0, "")
-    steps = [step["step"] for step in ended.steps()]
-    assert steps == list(range(steps[0], last + 3))
-    assert steps[0] > 1
-    ids = [record.first_sample for record in driver.run.steps()]
-    assert ids == [4 * (step - 1) for step in range(1, last + 3)]
+    assert [step["step"] for step in ended.steps()] == [saved + 1, saved + 2]
+    records = driver.run.steps()
+    assert [record.first_sample for record in records] == [4 * (r.step - 1) for r in records]
 
 
 def test_an_interrupt_while_ray_starts_leaves_nothing(tmp_path):
@@ -119,8 +119,3 @@ def is_agent(pid: int) -> bool:
         return b"Agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return True  # it is gone
-
-
-def load() -> float:
-    """How much longer than alone a process takes here now."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
