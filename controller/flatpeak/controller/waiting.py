@@ -74,7 +74,8 @@ def describe(
             return type(error.cause)(f"{who}: {error.cause}")
         return RunFailed(f"{what}: {who} raised\n{_COLOURS.sub('', str(error))}")
     known = "; ".join(part for part in (last_seen(who), _where(error)) if part)
-    return RunFailed(f"{what}: {who} died{f' ({known})' if known else ''}: {_why(error)}")
+    happened = "died" if isinstance(error, RayActorError) else "did not answer"
+    return RunFailed(f"{what}: {who} {happened}{f' ({known})' if known else ''}: {_why(error)}")
 
 
 def _where(error: RayError) -> str:
