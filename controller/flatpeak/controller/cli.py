@@ -8,18 +8,18 @@ Torch and Ray are imported by the commands that need them, so that the others an
 """
 
 import json
-import signal
 import sys
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from flatpeak.controller.signals import terminated_as_interrupted
 from flatpeak.workers.errors import FlatpeakError, InputError, RunFailed
 
 INTERRUPTED = 130
@@ -76,9 +76,10 @@ def train(
 
     from flatpeak.controller import launch
 
+    # The display has its stream by now; Ray would print there what it has to say of a death.
     with (
-        _terminated_as_interrupted(),
         display_for(steps=job.train.steps, json=as_json) as display,
+        redirect_stdout(sys.stderr),
     ):
         summary = launch.train(job, on_event=display)
     display.summary(summary)
@@ -112,6 +113,7 @@ def logs(
     actor: Annotated[str | None, typer.Option(help="One actor, like worker-0.")] = None,
     tail: Annotated[int, typer.Option(min=1, help="Lines of each log.")] = 20,
     runs_dir: RunsDir = Path("runs"),
+    as_json: Json = False,
 ) -> None:
     """Show the last lines of a run's logs."""
     from flatpeak.controller.runs import RunFolder
@@ -124,10 +126,15 @@ def logs(
         )
     chosen = found if actor is None else {actor: found[actor]}
     for name, path in chosen.items():
+        with path.open(errors="replace") as file:
+            lines = deque(file, maxlen=tail)
+        if as_json:
+            for line in lines:
+                print(json.dumps({"actor": name, "line": line.rstrip("\n")}))
+            continue
         if len(chosen) > 1:
             print(f"== {name}")
-        with path.open(errors="replace") as file:
-            print(*deque(file, maxlen=tail), sep="", end="")
+        print(*lines, sep="", end="")
     if not chosen:
         print(f"no logs in {folder.logs}", file=sys.stderr)
 
@@ -137,12 +144,13 @@ def stop(
     run: RunName,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait.")] = 60.0,
     runs_dir: RunsDir = Path("runs"),
+    as_json: Json = False,
 ) -> None:
     """End a run that is driven from this machine, and wait until it is gone."""
     from flatpeak.controller.runs import RunFolder, stop_run
 
     state = stop_run(RunFolder.open(runs_dir, run), timeout_s=timeout)
-    print(f"{run}: {state}")
+    print(json.dumps({"run": run, "state": str(state)}) if as_json else f"{run}: {state}")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -182,7 +190,8 @@ def main() -> None:
 def run_command(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; the only place that maps errors to codes."""
     try:
-        app(list(arguments), prog_name="flatpeak")
+        with terminated_as_interrupted():
+            app(list(arguments), prog_name="flatpeak")
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as leaving:  # how typer ends, with 2 for misuse and 130 for Ctrl-C
@@ -202,27 +211,6 @@ def run_command(arguments: Sequence[str]) -> int:
 
 def _complain(error: FlatpeakError) -> None:
     print(f"flatpeak: {error}", file=sys.stderr)
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM (`flatpeak stop`, a batch system) unwinds the run like Ctrl-C.
-
-    Starting Ray replaces the handler by one that exits with the signal's number.
-    """
-
-    def interrupt(signum: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    except SystemExit as leaving:
-        if leaving.code == signal.SIGTERM:
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _status_of(folder: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ already begin the next step and wait there for the weights they need. The step i
 last bucket has its new version.
 """
 
+import logging
 import os
 import threading
 import time
@@ -13,23 +14,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-
+from flatpeak.controller.leftovers import arena_name
 from flatpeak.controller.placement import (
     Placed,
+    actors_beside,
     pick_device,
     release,
     reserve_workers,
+    slab_regions,
     start_optimizers,
     start_workers,
+    sweep_nodes,
 )
 from flatpeak.controller.runs import Event, RunEvent, StepRecord
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.waiting import Interrupted, collect
+from flatpeak.workers.actors import log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
 from flatpeak.workers.data import sample_ids
+from flatpeak.workers.errors import RunFailed
 from flatpeak.workers.optimizer import clipping_factor
 from flatpeak.workers.snapshot import (
     SnapshotReader,
@@ -41,6 +45,9 @@ from flatpeak.workers.snapshot import (
 from flatpeak.workers.trainer import SlabRegion, StepResult
 
 _GRACE_S = 60.0
+_CLOSE_S = 5.0
+
+log = logging.getLogger("flatpeak")
 
 
 def event(kind: str, **detail: Any) -> RunEvent:
@@ -50,27 +57,29 @@ def event(kind: str, **detail: Any) -> RunEvent:
 class Controller:
     """A Ray actor with two threads: one runs the training, the other hears `stop`.
 
-    `folder` is the run folder; the spec's degrees are resolved.
+    `folder` is the run folder; the spec's degrees are resolved; `token` marks this launch in names
+    that all runs share.
     """
 
-    def __init__(self, spec: Spec, folder: str) -> None:
-        self.spec, self.folder = spec, Path(folder)
+    def __init__(self, spec: Spec, folder: str, token: str) -> None:
+        self.spec, self.folder, self._token = spec, Path(folder), token
+        log_to(str(self.folder / "logs"), "controller")
+        log.info("controller, pid %d", os.getpid())
         self._stop = threading.Event()
         self._group: Any = None
         self._workers: list[Placed] = []
         self._optimizers: list[Placed] = []
+        self._with_arena: list[Placed] = []
         self._updates: dict[str, Any] = {}
         self._updating = 0  # the step that `_updates` apply
         self._committed = 0
         self._saved = 0
         self._snapshot: tuple[int, dict[str, Any]] | None = None
+        self._results: dict[str, StepResult] = {}
 
     def stop(self) -> None:
         """Ends the run at once; what is committed is kept as `snapshots.at_end` says."""
         self._stop.set()
-
-    def pid(self) -> int:
-        return os.getpid()
 
     def run(self) -> Iterator[Event]:
         """Trains to the last step; yields what happens as it happens."""
@@ -79,8 +88,13 @@ class Controller:
                 yield from self._start()
                 yield from self._train()
             except Interrupted:
-                yield event("interrupted")
-            yield from self._finish()
+                yield event("interrupted", step=self._committed)
+            yield from self._keep_committed()
+            yield event("finished", step=self._committed)
+        except Exception:
+            log.exception("the run failed")
+            yield from self._keep_what_can_be()
+            raise
         finally:
             self._teardown()
 
@@ -89,45 +103,33 @@ class Controller:
     def _start(self) -> Iterator[Event]:
         spec, logs = self.spec, str(self.folder / "logs")
         device = pick_device(spec)
-        self._group = reserve_workers(spec, device)
-        handles = start_workers(spec, self._group, device, logs)
-        self._workers = [
-            Placed(f"worker {rank}", handle, node="") for rank, handle in enumerate(handles)
-        ]
+        for group in reserve_workers(spec, device):
+            self._group = group
+            self._look_for_stop()
+        for worker in start_workers(spec, self._group, device, logs=logs, token=self._token):
+            self._workers.append(worker)
         nodes = self._ask(self._workers, "start of the workers", "node")
         self._workers = [Placed(w.name, w.handle, nodes[w.name]) for w in self._workers]
         yield event("workers_placed", device=device, nodes=sorted(set(nodes.values())))
+        # Before the model is built, so that both start at once.
+        for optimizer in start_optimizers(spec, self._workers, logs=logs, token=self._token):
+            self._optimizers.append(optimizer)
 
         host, port = self._ask(self._workers[:1], "rendezvous", "open_rendezvous")["worker 0"]
         self._ask(self._workers, "forming the process group", "join", host, port)
         shards = self._ask(self._workers, "building the model", "build")
         slabs = self._ask(self._workers, "sizing the boundaries", "slab_bytes")
-
-        distinct = sorted(set(nodes.values()))
-        self._optimizers = start_optimizers(spec, distinct, logs)
         buckets = cut_buckets(
             [shard for worker in self._workers for shard in shards[worker.name]],
             bucket_parameters=spec.memory.optimizer.bucket_parameters,
-            actors_of_rank=self._actors_beside,
+            actors_of_rank=lambda rank: actors_beside(self._workers[rank], self._optimizers),
         )
-        regions = self._slab_regions([slabs[worker.name] for worker in self._workers])
+        regions = slab_regions(
+            [slabs[worker.name] for worker in self._workers], self._workers, self._optimizers
+        )
         yield from self._fill_arenas(buckets, regions)
         parameters = sum(bucket.size for bucket in buckets)
         yield event("started", parameters=parameters, buckets=len(buckets), step=self._committed)
-
-    def _actors_beside(self, rank: int) -> list[int]:
-        node = self._workers[rank].node
-        return [index for index, actor in enumerate(self._optimizers) if actor.node == node]
-
-    def _slab_regions(self, sizes: list[int]) -> list[SlabRegion]:
-        """Each rank's boundaries live with the first actor of its node, in order of rank."""
-        used = dict.fromkeys(range(len(self._optimizers)), 0)
-        regions = []
-        for rank, nbytes in enumerate(sizes):
-            actor = self._actors_beside(rank)[0]
-            regions.append(SlabRegion(actor=actor, offset=used[actor], nbytes=nbytes))
-            used[actor] += nbytes
-        return regions
 
     def _fill_arenas(
         self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]
@@ -140,15 +142,21 @@ class Controller:
         refs = {}
         for index, actor in enumerate(self._optimizers):
             own = tuple(bucket for bucket in buckets if bucket.actor == index)
-            slab = sum(region.nbytes for region in regions if region.actor == index)
-            refs[actor.name] = actor.handle.create.remote(own, slab, snapshot)
-        paths = self._collect(refs, "filling the arenas", self.spec.cluster.start_timeout_s)
-        arenas = {index: paths[actor.name] for index, actor in enumerate(self._optimizers)}
+            ends = [region.offset + region.nbytes for region in regions if region.actor == index]
+            path = self._arena_path(index)
+            refs[actor.name] = actor.handle.create.remote(path, own, max(ends, default=0), snapshot)
+            self._with_arena.append(actor)
+        self._collect(refs, "filling the arenas", self.spec.cluster.start_timeout_s)
+        arenas = {index: self._arena_path(index) for index in range(len(self._optimizers))}
         attach = {
             worker.name: worker.handle.attach.remote(buckets, arenas, regions[rank])
             for rank, worker in enumerate(self._workers)
         }
         self._collect(attach, "attaching to the arenas", self.spec.cluster.start_timeout_s)
+
+    def _arena_path(self, index: int) -> str:
+        name = arena_name(self.spec.run, self._token, index)
+        return str(Path(self.spec.cluster.shm_dir) / name)
 
     def _snapshot_to_resume(self) -> Path | None:
         return find_latest(self.folder) if self.spec.resume else None
@@ -166,7 +174,8 @@ class Controller:
             )
             self._committed = self._updating
             yield from self._commit_snapshot()
-            results = [answers[worker.name] for worker in self._workers]
+            self._results = {worker.name: answers[worker.name] for worker in self._workers}
+            results = list(self._results.values())
             rate = lr(step, train=self.spec.train)
             self._updates, self._updating = self._update(results[0], rate), step
             yield self._record(results, rate, time.perf_counter() - began)
@@ -227,7 +236,7 @@ class Controller:
 
     # End
 
-    def _finish(self) -> Iterator[Event]:
+    def _keep_committed(self) -> Iterator[Event]:
         """Waits for the updates under way and keeps what is committed.
 
         Workers hold no state, so an interrupted run need not wait for the step they are in.
@@ -238,22 +247,54 @@ class Controller:
         if self.spec.snapshots.at_end and self._committed > self._saved:
             self._begin_snapshot(self._committed)
             yield from self._commit_snapshot()
-        yield event("finished", step=self._committed)
+
+    def _keep_what_can_be(self) -> Iterator[Event]:
+        """After a failure: all state is with the optimizer actors, which may be well."""
+        try:
+            yield from self._keep_committed()
+        except Exception:
+            log.exception("what was committed after step %d is lost", self._saved)
 
     def _teardown(self) -> None:
-        for actor in self._optimizers:
-            try:
-                ray.get(actor.handle.close.remote(), timeout=_GRACE_S)
-            except RayError:
-                continue  # it is dead already; the driver sweeps the arena it left
+        """Ends what was started, however far the start came."""
+        closing = {actor.name: actor.handle.close.remote() for actor in self._with_arena}
+        try:
+            collect(closing, what="closing the arenas", timeout_s=_CLOSE_S)
+            closed = True
+        except RunFailed as error:  # an actor is dead, or busy for longer
+            log.warning("%s", error)
+            closed = False
         release(self._group, [placed.handle for placed in self._workers + self._optimizers])
+        if not closed and self.spec.cluster.address != "local":  # there the driver sees to it
+            nodes = sorted({actor.node for actor in self._with_arena})
+            sweep_nodes(self.spec, nodes, self._token)
+
+    # Waiting
 
     def _ask(self, actors: list[Placed], what: str, method: str, *args: Any) -> dict[str, Any]:
         refs = {placed.name: getattr(placed.handle, method).remote(*args) for placed in actors}
         return self._collect(refs, what, self.spec.cluster.start_timeout_s)
 
     def _collect(self, refs: dict[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
-        return collect(refs, what=what, timeout_s=timeout_s, interrupted=self._stop.is_set)
+        return collect(
+            refs,
+            what=what,
+            timeout_s=timeout_s,
+            interrupted=self._stop.is_set,
+            last_seen=self._last_seen,
+        )
+
+    def _look_for_stop(self) -> None:
+        if self._stop.is_set():
+            raise Interrupted
+
+    def _last_seen(self, who: str) -> str:
+        """What is known of a process that died: its own memory of it died with it."""
+        result = self._results.get(who)
+        if result is None:
+            return f"the last committed step is {self._committed}"
+        peaks = ", ".join(f"{name} {nbytes:,}" for name, nbytes in result.peaks.items())
+        return f"it had finished step {result.step} with peaks in bytes: {peaks or 'not measured'}"
 
 
 def _largest_of(peaks: list[dict[str, int]]) -> dict[str, int]:

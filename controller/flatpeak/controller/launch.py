@@ -4,38 +4,37 @@ Whatever way the run ends, nothing of it stays behind: no actor, no placement gr
 and no arena.
 """
 
-import os
-import signal
-import socket
-import threading
+import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorAlreadyExistsError, RayError
 
+from flatpeak.controller.cluster import NAMESPACE, check_cluster, connected
 from flatpeak.controller.controller import Controller
+from flatpeak.controller.leftovers import remove_arenas
 from flatpeak.controller.runs import Event, RunEvent, RunFolder, StepRecord, Summary
+from flatpeak.controller.signals import StopSignals
 from flatpeak.controller.spec import Spec, check_against_model, resolve_parallel
+from flatpeak.controller.waiting import describe
 from flatpeak.workers import checkpoint
 from flatpeak.workers.arena import sweep_stale
 from flatpeak.workers.data import open_samples
-from flatpeak.workers.errors import ClusterError, FlatpeakError, RunFailed
+from flatpeak.workers.errors import ClusterError, FlatpeakError
 from flatpeak.workers.weights import open_weights
 
-NAMESPACE = "flatpeak"
-_CONNECT_S = 5.0
-_OBJECT_STORE_BYTES = 256 * 2**20  # tensors do not travel through it
+_POLL_S = 0.25
+_NAME_FREE_S = 10.0
 
 
 def resolve(spec: Spec) -> Spec:
-    """The spec with its degrees as numbers, after every check that needs no cluster.
+    """The spec with its degrees as numbers, after every check that needs no Ray.
 
-    Raises the InputError of the first thing that cannot work: model, degrees, checkpoint, data.
+    Raises the error of the first thing that cannot work: model, degrees, checkpoint, machine, data.
     """
     config = checkpoint.load_config(path=spec.model.path, config=spec.model.config)
     experts, heads = checkpoint.num_experts(config), checkpoint.attention_heads(config)
@@ -49,6 +48,8 @@ def resolve(spec: Spec) -> Spec:
         key_value_heads=checkpoint.kv_heads(config),
     )
     open_weights(resolved)
+    model = checkpoint.build_meta_model(config)
+    check_cluster(resolved, parameters=sum(weight.numel() for weight in model.parameters()))
     data = resolved.data
     open_samples(
         source=data.source,
@@ -67,50 +68,75 @@ def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
     """Runs the job to its end; `on_event` sees every step and event as it happens.
 
     Raises FlatpeakError when it cannot, KeyboardInterrupt when SIGINT or SIGTERM ended it early;
-    what was committed until then is in the last snapshot.
+    what was committed until then is in the last snapshot. A second signal does not wait for that.
     """
+    sweep_stale(spec.cluster.shm_dir)  # first: what dead runs left takes the room of this one
     spec = resolve(spec)
-    with (
-        RunFolder.create(spec) as folder,
-        _connected(spec) as warnings,
-    ):
-        folder.set_cluster(address=ray.get_runtime_context().gcs_address, namespace=NAMESPACE)
-        sweep_stale(spec.cluster.shm_dir)
+    # Marks what this launch makes in places that it shares with others.
+    token = secrets.token_hex(4)
+    with StopSignals() as signals, RunFolder.create(spec) as folder:
         follower = _Follower(folder, on_event)
-        for warning in warnings:
-            follower(warning)
         try:
-            _follow(spec, folder, follower)
+            _drive(spec, token, follower, signals)
+        except FlatpeakError as error:
+            detail = {"reason": str(error)}
+            folder.record(RunEvent(kind="failed", time=time.time(), detail=detail))
+            raise
         finally:
-            sweep_stale(spec.cluster.shm_dir)
             follower.write_peaks()
         return follower.summary(spec)
+
+
+def _drive(spec: Spec, token: str, follower: "_Follower", signals: StopSignals) -> None:
+    try:
+        with connected(spec) as warnings:
+            signals.catch()
+            address = ray.get_runtime_context().gcs_address
+            follower.folder.set_cluster(address=address, namespace=NAMESPACE)
+            for warning in warnings:
+                follower(warning)
+            if not signals.count:
+                _follow(spec, token, follower, signals)
+    except SystemExit:  # SIGTERM while Ray was starting: it had taken the signal over
+        raise KeyboardInterrupt from None
+    finally:
+        remove_arenas(spec.cluster.shm_dir, spec.run, token)
+    if not follower.finished:
+        raise KeyboardInterrupt
 
 
 class _Follower:
     """Writes down every event and keeps what the summary needs."""
 
     def __init__(self, folder: RunFolder, on_event: Callable[[Event], None]) -> None:
-        self._folder, self._on_event = folder, on_event
+        self.folder, self._on_event = folder, on_event
         self._steps: list[StepRecord] = []
+        self._kinds: set[str] = set()
         self._began = time.time()
 
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its last step."""
+        return "finished" in self._kinds and "interrupted" not in self._kinds
+
     def __call__(self, event: Event) -> None:
-        self._folder.record(event)
+        self.folder.record(event)
         if isinstance(event, StepRecord):
             self._steps.append(event)
+        else:
+            self._kinds.add(event.kind)
         self._on_event(event)
 
     def write_peaks(self) -> None:
         rows = [
             {"step": step.step, "component": component, "bytes": nbytes}
-            for step in self._steps
+            for step in self.folder.steps()  # those before a resume too
             for component, nbytes in step.peak_bytes.items()
         ]
         schema = pa.schema(
             [("step", pa.int64()), ("component", pa.string()), ("bytes", pa.int64())]
         )
-        pq.write_table(pa.Table.from_pylist(rows, schema), self._folder.path / "peaks.parquet")
+        pq.write_table(pa.Table.from_pylist(rows, schema), self.folder.path / "peaks.parquet")
 
     def summary(self, spec: Spec) -> Summary:
         peaks: dict[str, int] = {}
@@ -119,7 +145,7 @@ class _Follower:
                 peaks[component] = max(nbytes, peaks.get(component, 0))
         return Summary(
             run=spec.run,
-            folder=str(self._folder.path),
+            folder=str(self.folder.path),
             steps=len(self._steps),
             loss=self._steps[-1].loss if self._steps else float("nan"),
             seconds=time.time() - self._began,
@@ -128,110 +154,46 @@ class _Follower:
         )
 
 
-def _follow(spec: Spec, folder: RunFolder, on_event: Callable[[Event], None]) -> None:
-    controller: Any = (
-        ray.remote(Controller)
-        .options(name=f"flatpeak-{spec.run}", num_cpus=0, max_concurrency=2)
-        .remote(spec, str(folder.path.resolve()))
-    )
-    interrupted = False
+def _follow(spec: Spec, token: str, follower: _Follower, signals: StopSignals) -> None:
+    """Hands on the controller's events until it is done; the first signal asks it to stop."""
+    controller = _start_controller(spec, token, follower.folder)
     events = controller.run.options(num_returns="streaming").remote()
-    with _signals_to(lambda: controller.stop.remote()) as stopping:
-        try:
-            for ref in events:
-                event: Any = ray.get(ref)
-                interrupted |= isinstance(event, RunEvent) and event.kind == "interrupted"
-                on_event(event)
-        except RayTaskError as error:
-            raise _unwrapped(error) from None
-        except RayActorError as error:
-            raise RunFailed(f"the controller died: {error}") from None
-        finally:
-            ray.kill(controller)
-    if interrupted or stopping.is_set():
-        raise KeyboardInterrupt
-
-
-def _unwrapped(error: RayTaskError) -> FlatpeakError:
-    cause = error.cause
-    if isinstance(cause, FlatpeakError):
-        return cause
-    return RunFailed(f"the controller failed:\n{error}")
-
-
-@contextmanager
-def _signals_to(stop: Callable[[], Any]) -> Iterator[threading.Event]:
-    """While open, SIGINT and SIGTERM ask the run to stop; a second one is not waited for."""
-    stopping = threading.Event()
-
-    def handle(signum: int, frame: Any) -> None:
-        if stopping.is_set():
-            raise KeyboardInterrupt
-        stopping.set()
-        stop()
-
-    # Signals reach the main thread alone; elsewhere the caller handles them.
-    if threading.current_thread() is not threading.main_thread():
-        yield stopping
+    asked = False
+    try:
+        while True:
+            if signals.count > 1:
+                raise KeyboardInterrupt
+            if signals.count and not asked:
+                controller.stop.remote()
+                asked = True
+            ready, _ = ray.wait([events], timeout=_POLL_S)
+            if ready:
+                event: Any = ray.get(next(events))
+                follower(event)
+    except StopIteration:
         return
-    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stopping
+    except RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, FlatpeakError):
+            raise cause from None
+        raise describe(error, "the controller", "the run") from None
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        ray.kill(controller)
 
 
-@contextmanager
-def _connected(spec: Spec) -> Iterator[list[RunEvent]]:
-    """Inside, Ray is connected: one of our own for address "local", else the one that is there."""
-    if spec.cluster.address == "local":
-        warnings = _start_local(spec)
-    else:
-        warnings = []
-        _connect(spec.cluster.address)
-    try:
-        yield warnings
-    finally:
-        ray.shutdown()
-
-
-def _start_local(spec: Spec) -> list[RunEvent]:
-    cluster, cores = spec.cluster, os.cpu_count() or 1
-    needed = (
-        cluster.workers * cluster.cpus_per_worker + cluster.optimizers * cluster.cpus_per_optimizer
-    )
-    ray.init(
-        address="local",
-        namespace=NAMESPACE,
-        num_cpus=max(needed, cores),
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
-    )
-    if needed <= cores:
-        return []
-    text = (
-        f"{cluster.workers} workers x {cluster.cpus_per_worker} and {cluster.optimizers} optimizer "
-        f"actors x {cluster.cpus_per_optimizer} ask for {needed} cores, this machine has {cores}: "
-        "steps will be slower"
-    )
-    return [RunEvent(kind="warning", time=time.time(), detail={"text": text})]
-
-
-def _connect(address: str) -> None:
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if address != "auto":
-        # Ray retries a dead address for minutes; a plain connection answers at once.
+def _start_controller(spec: Spec, token: str, folder: RunFolder) -> Any:
+    """The run's controller; its name in the cluster keeps a second run of that name out."""
+    name = f"flatpeak-{spec.run}"
+    actor = ray.remote(Controller).options(name=name, num_cpus=0, max_concurrency=2)
+    deadline = time.monotonic() + _NAME_FREE_S
+    while True:
         try:
-            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-        except (OSError, ValueError) as error:
-            raise ClusterError(
-                f"no Ray cluster answers at cluster.address = {address}: {error}; give host:port "
-                "of its head, or local to start one here"
-            ) from None
-    try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
-    except Exception as error:  # Ray raises many types here, all of them mean: not connected
-        raise ClusterError(f"cannot join the Ray cluster at {address}: {error}") from error
+            return actor.remote(spec, str(folder.path.resolve()), token)
+        except ActorAlreadyExistsError:
+            # The one of a driver that was just killed goes within seconds.
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"a run named {spec.run} is going on in this cluster, started from another "
+                    "machine or runs_dir; stop it there, or choose another name by --set run=..."
+                ) from None
+            time.sleep(_POLL_S)

@@ -4,11 +4,15 @@ Placement groups cannot be resized and an infeasible one waits for ever without 
 asked for is first compared with what the cluster has.
 """
 
+import logging
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -20,9 +24,17 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from flatpeak.controller.leftovers import remove_arenas
 from flatpeak.controller.spec import Spec
 from flatpeak.workers.actors import OptimizerActor, TrainWorker
 from flatpeak.workers.errors import ClusterError
+from flatpeak.workers.trainer import SlabRegion
+
+_POLL_S = 0.25
+_GONE_S = 10.0
+_SLAB_ALIGNMENT = 4096
+
+log = logging.getLogger("flatpeak")
 
 
 @dataclass(frozen=True)
@@ -48,8 +60,11 @@ def pick_device(spec: Spec) -> str:
     return "cuda"
 
 
-def reserve_workers(spec: Spec, device: str) -> PlacementGroup:
-    """One bundle a worker. Raises ClusterError with the numbers when they do not come in time."""
+def reserve_workers(spec: Spec, device: str) -> Iterator[PlacementGroup]:
+    """One bundle a worker. Yields the group again and again until it is placed.
+
+    Raises ClusterError with the numbers when it can never be, or is not in time.
+    """
     bundle = {"CPU": float(spec.cluster.cpus_per_worker)} | (
         {"GPU": 1.0} if device == "cuda" else {}
     )
@@ -62,24 +77,29 @@ def reserve_workers(spec: Spec, device: str) -> PlacementGroup:
             "lower cluster.workers or cluster.cpus_per_worker, or add nodes"
         )
     group = placement_group([bundle] * spec.cluster.workers, strategy="PACK")
-    if not group.wait(spec.cluster.start_timeout_s):
-        state = placement_group_table(group).get("stats", {}).get("scheduling_state", "unknown")
-        remove_placement_group(group)
-        raise ClusterError(
-            f"{spec.cluster.workers} workers with {bundle} each were not placed within "
-            f"cluster.start_timeout_s = {spec.cluster.start_timeout_s:g} s (Ray says {state}); "
-            f"free now: {ray.available_resources()}"
-        )
-    return group
+    deadline = time.monotonic() + spec.cluster.start_timeout_s
+    yield group
+    while not group.wait(_POLL_S):
+        yield group
+        if time.monotonic() > deadline:
+            state = placement_group_table(group).get("stats", {}).get("scheduling_state", "unknown")
+            raise ClusterError(
+                f"{spec.cluster.workers} workers with {bundle} each were not placed within "
+                f"cluster.start_timeout_s = {spec.cluster.start_timeout_s:g} s (Ray says {state}); "
+                f"free now: {ray.available_resources()}"
+            )
 
 
-def start_workers(spec: Spec, group: PlacementGroup, device: str, logs: str) -> list[Any]:
+def start_workers(
+    spec: Spec, group: PlacementGroup, device: str, *, logs: str, token: str
+) -> Iterator[Placed]:
+    """The workers one by one; their nodes are not known yet."""
     actor = ray.remote(TrainWorker)
     # A rank whose gloo listens on a public address would be open to the network for nothing.
     local = {"GLOO_SOCKET_IFNAME": "lo"} if spec.cluster.address == "local" else {}
-    return [
-        actor.options(
-            name=f"flatpeak-{spec.run}-worker-{rank}",
+    for rank in range(spec.cluster.workers):
+        handle = actor.options(
+            name=f"flatpeak-{spec.run}-{token}-worker-{rank}",
             num_cpus=spec.cluster.cpus_per_worker,
             num_gpus=1 if device == "cuda" else 0,
             max_restarts=0,
@@ -88,26 +108,28 @@ def start_workers(spec: Spec, group: PlacementGroup, device: str, logs: str) -> 
                 group, placement_group_bundle_index=rank
             ),
         ).remote(spec, rank, device, logs)
-        for rank in range(spec.cluster.workers)
-    ]
+        yield Placed(f"worker {rank}", handle, node="")
 
 
-def start_optimizers(spec: Spec, nodes: list[str], logs: str) -> list[Placed]:
-    """Optimizer actors, spread in turn over the nodes that hold workers.
+def start_optimizers(
+    spec: Spec, workers: Sequence[Placed], *, logs: str, token: str
+) -> Iterator[Placed]:
+    """Optimizer actors one by one, spread in turn over the nodes that hold workers.
 
     A worker reaches its buckets through shared memory, so every such node needs an actor.
     """
+    nodes = sorted({worker.node for worker in workers})
     if spec.cluster.optimizers < len(nodes):
         raise ClusterError(
             f"the workers live on {len(nodes)} nodes, so cluster.optimizers must be at least "
             f"{len(nodes)}, not {spec.cluster.optimizers}"
         )
+    homes = [nodes[index % len(nodes)] for index in range(spec.cluster.optimizers)]
+    _check_cores(spec, Counter(worker.node for worker in workers), Counter(homes))
     actor = ray.remote(OptimizerActor)
-    placed = []
-    for index in range(spec.cluster.optimizers):
-        node = nodes[index % len(nodes)]
+    for index, node in enumerate(homes):
         handle = actor.options(
-            name=f"flatpeak-{spec.run}-optimizer-{index}",
+            name=f"flatpeak-{spec.run}-{token}-optimizer-{index}",
             num_cpus=spec.cluster.cpus_per_optimizer,
             num_gpus=0,
             max_restarts=0,
@@ -115,17 +137,67 @@ def start_optimizers(spec: Spec, nodes: list[str], logs: str) -> list[Placed]:
             runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}},
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         ).remote(spec, index, logs)
-        placed.append(Placed(f"optimizer {index}", handle, node))
-    return placed
+        yield Placed(f"optimizer {index}", handle, node)
 
 
-def release(group: PlacementGroup | None, actors: list[Any], *, patience_s: float = 10.0) -> None:
-    """Ends the actors, then their placement group; returns when Ray has taken both back."""
+def _check_cores(spec: Spec, workers: Counter[str], optimizers: Counter[str]) -> None:
+    """An actor bound to a node without the cores for it would pend without a word."""
+    cluster = spec.cluster
+    cores = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes()}
+    for node, count in optimizers.items():
+        needed = workers[node] * cluster.cpus_per_worker + count * cluster.cpus_per_optimizer
+        if needed > cores.get(node, 0):
+            raise ClusterError(
+                f"{workers[node]} workers x {cluster.cpus_per_worker} and {count} optimizer actors "
+                f"x {cluster.cpus_per_optimizer} need {needed} cores on node {node}, which has "
+                f"{cores.get(node, 0):g}; lower cluster.cpus_per_worker or "
+                "cluster.cpus_per_optimizer"
+            )
+
+
+def actors_beside(worker: Placed, optimizers: Sequence[Placed]) -> list[int]:
+    """The optimizer actors that share the worker's memory, by index."""
+    return [index for index, actor in enumerate(optimizers) if actor.node == worker.node]
+
+
+def slab_regions(
+    sizes: Sequence[int], workers: Sequence[Placed], optimizers: Sequence[Placed]
+) -> list[SlabRegion]:
+    """Each rank's boundaries live with the first actor of its node, in order of rank, on pages."""
+    used = dict.fromkeys(range(len(optimizers)), 0)
+    regions = []
+    for worker, nbytes in zip(workers, sizes, strict=True):
+        actor = actors_beside(worker, optimizers)[0]
+        regions.append(SlabRegion(actor=actor, offset=used[actor], nbytes=nbytes))
+        used[actor] += -(-nbytes // _SLAB_ALIGNMENT) * _SLAB_ALIGNMENT
+    return regions
+
+
+def release(group: PlacementGroup | None, actors: Sequence[Any]) -> None:
+    """Ends the actors, then their placement group; returns when Ray has taken it back."""
     for actor in actors:
         ray.kill(actor)
     if group is None:
         return
     remove_placement_group(group)
-    deadline = time.monotonic() + patience_s
-    while placement_group_table(group).get("state") != "REMOVED" and time.monotonic() < deadline:
+    deadline = time.monotonic() + _GONE_S
+    while placement_group_table(group).get("state") != "REMOVED":
+        if time.monotonic() > deadline:
+            log.warning("the placement group is still there after %g s", _GONE_S)
+            return
         time.sleep(0.05)
+
+
+def sweep_nodes(spec: Spec, nodes: Sequence[str], token: str) -> None:
+    """Removes what the run's killed processes left in the memory of these nodes."""
+    remove = ray.remote(remove_arenas)
+    refs = [
+        remove.options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote(spec.cluster.shm_dir, spec.run, token)
+        for node in nodes
+    ]
+    try:
+        ray.get(refs, timeout=3 * _GONE_S)
+    except RayError as error:  # a node is gone, and its memory with it
+        log.warning("arenas of this run may be left until the next one starts: %s", error)

@@ -1,19 +1,30 @@
 """Waiting for actors: the first failure surfaces at once, a timeout names who was waited for."""
 
+import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
 from flatpeak.workers.errors import FlatpeakError, RunFailed, WaitTimeout
 
 _POLL_S = 0.25
+_CAUSE_S = 2.0
+_COLOURS = re.compile(r"\x1b\[\d*m")
 
 
 class Interrupted(Exception):
     """Somebody asked the run to stop while it waited."""
+
+
+class Answers(Protocol):
+    """Where the answers come from: `ray`, or a stand-in in a test."""
+
+    def wait(self, refs: list[Any], /, *, timeout: float) -> tuple[list[Any], list[Any]]: ...
+
+    def get(self, ref: Any, /) -> Any: ...
 
 
 def collect(
@@ -22,12 +33,14 @@ def collect(
     what: str,
     timeout_s: float,
     interrupted: Callable[[], bool] = lambda: False,
+    last_seen: Callable[[str], str] = lambda who: "",
+    answers: Answers = ray,
 ) -> dict[str, Any]:
     """The results of `refs` (who was asked, to the object reference of the answer).
 
     Raises the first failure as soon as it is there, without waiting for the others: a rank that
-    fails leaves its peers in a collective. Raises WaitTimeout naming those that did not answer, and
-    Interrupted when `interrupted` says so.
+    fails leaves its peers in a collective. `last_seen` says what is known of a process that died.
+    Raises WaitTimeout naming those that did not answer, and Interrupted when `interrupted` says so.
     """
     names = {ref: name for name, ref in refs.items()}
     waiting, results = list(refs.values()), {}
@@ -41,19 +54,59 @@ def collect(
                 f"{what}: no answer from {missing} within {timeout_s:g} s; raise "
                 "cluster.step_timeout_s or cluster.start_timeout_s if they only need longer"
             )
-        ready, waiting = ray.wait(waiting, timeout=_POLL_S)
+        ready, waiting = answers.wait(waiting, timeout=_POLL_S)
         for ref in ready:
-            results[names[ref]] = _get(ref, names[ref], what)
+            try:
+                results[names[ref]] = answers.get(ref)
+            except RayError as error:
+                others = [other for other in ready if other is not ref] + waiting
+                failed, cause = _root_cause(ref, error, others, answers)
+                raise describe(cause, names[failed], what, last_seen) from None
     return results
 
 
-def _get(ref: Any, who: str, what: str) -> Any:
-    try:
-        return ray.get(ref)
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, FlatpeakError):
-            raise type(cause)(f"{who}: {cause}") from None
-        raise RunFailed(f"{what}: {who} raised\n{error}") from None
-    except RayActorError as error:
-        raise RunFailed(f"{what}: {who} died: {error}") from None
+def describe(
+    error: RayError, who: str, what: str, last_seen: Callable[[str], str] = lambda who: ""
+) -> FlatpeakError:
+    """What Ray says of a failed call, as an error of ours that names the process."""
+    if isinstance(error, RayTaskError):
+        if isinstance(error.cause, FlatpeakError):
+            return type(error.cause)(f"{who}: {error.cause}")
+        return RunFailed(f"{what}: {who} raised\n{_COLOURS.sub('', str(error))}")
+    known = "; ".join(part for part in (last_seen(who), _where(error)) if part)
+    happened = "died" if isinstance(error, RayActorError) else "did not answer"
+    return RunFailed(f"{what}: {who} {happened}{f' ({known})' if known else ''}: {_why(error)}")
+
+
+def _where(error: RayError) -> str:
+    """Ray's facts are indented lines of its message; the names among them are of no use here."""
+    facts = dict(re.findall(r"^\t(pid|ip): (.*)$", str(error), re.MULTILINE))
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def _why(error: RayError) -> str:
+    general = ActorDiedError.BASE_ERROR_MSG
+    lines = [line for line in str(error).splitlines() if not line.startswith("\t")]
+    return _COLOURS.sub("", "\n".join([line for line in lines if line != general] or lines))
+
+
+def _root_cause(
+    ref: Any, error: RayError, others: list[Any], answers: Answers
+) -> tuple[Any, RayError]:
+    """The failure to report: a rank whose peer dies fails too, and often before Ray says who died.
+
+    Errors of ours say what is wrong; to any other one a death in the next moment is preferred.
+    """
+    if not isinstance(error, RayTaskError) or isinstance(error.cause, FlatpeakError):
+        return ref, error
+    deadline = time.monotonic() + _CAUSE_S
+    while others and (left := deadline - time.monotonic()) > 0:
+        ready, others = answers.wait(others, timeout=left)
+        for other in ready:
+            try:
+                answers.get(other)
+            except RayActorError as death:
+                return other, death
+            except RayError:
+                continue
+    return ref, error

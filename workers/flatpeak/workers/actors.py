@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from flatpeak.workers.arena import SUFFIX, Arena
+from flatpeak.workers.arena import Arena, sweep_stale
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.errors import ClusterError
 from flatpeak.workers.optimizer import AdamW, OptimizerCore
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("flatpeak")
 
 
-def _log_to(folder: str, name: str) -> None:
+def log_to(folder: str, name: str) -> None:
     """Sends this process's log to a file of the run folder, tracebacks of crashes too."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,11 @@ class TrainWorker:
     """One rank: a `Trainer` and its place in the process group."""
 
     def __init__(self, spec: "Spec", rank: int, device: str, logs: str) -> None:
-        _log_to(logs, f"worker-{rank}")
+        log_to(logs, f"worker-{rank}")
+        log.info("rank %d on %s, pid %d", rank, device, os.getpid())
+        # Here, because no arena of this run is in the making yet, and this node has a worker.
+        for path in sweep_stale(spec.cluster.shm_dir):
+            log.info("removed %s, which a dead run had left", path)
         torch.set_num_threads(spec.cluster.cpus_per_worker)
         self._spec, self._rank = spec, rank
         # Ray shows a worker its own GPU alone.
@@ -56,7 +60,6 @@ class TrainWorker:
             torch.cuda.set_device(self._device)
         self._trainer = Trainer(spec, rank=rank, device=self._device)
         self._store: TCPStore | None = None
-        log.info("rank %d on %s, pid %d", rank, self._device, os.getpid())
 
     def node(self) -> str:
         return ray.get_runtime_context().get_node_id()
@@ -127,21 +130,26 @@ class OptimizerActor:
     """Owner of one arena: fills it, updates it, writes it to disk, removes it."""
 
     def __init__(self, spec: "Spec", index: int, logs: str) -> None:
-        _log_to(logs, f"optimizer-{index}")
+        log_to(logs, f"optimizer-{index}")
+        log.info("optimizer %d, pid %d", index, os.getpid())
         torch.set_num_threads(spec.cluster.cpus_per_optimizer)
         self._spec, self._index = spec, index
+        self._arena: Arena | None = None
         self._core: OptimizerCore | None = None
 
-    def create(self, buckets: tuple[Bucket, ...], slab_bytes: int, snapshot: Path | None) -> str:
-        """Makes the arena and fills it from the snapshot or else afresh; returns its path."""
+    def create(
+        self, path: str, buckets: tuple[Bucket, ...], slab_bytes: int, snapshot: Path | None
+    ) -> None:
+        """Makes the arena at `path` and fills it from the snapshot or else afresh."""
         spec = self._spec
         arena = Arena.create(
-            Path(spec.cluster.shm_dir) / f"flatpeak-{spec.run}-{self._index}{SUFFIX}",
+            path,
             run=spec.run,
             buckets=buckets,
             spare_frames=spec.memory.optimizer.slots,
             slab_bytes=slab_bytes,
         )
+        self._arena = arena  # known from here on, so that `close` finds it if the rest fails
         settings = AdamW(
             betas=spec.train.betas,
             eps=spec.train.eps,
@@ -159,7 +167,6 @@ class OptimizerActor:
                     self._core.load(held, weights.read(held))
             self._core.commit_load(0)
         log.info("arena %s: %d buckets, %d bytes", arena.path, len(buckets), arena.nbytes)
-        return str(arena.path)
 
     @property
     def core(self) -> OptimizerCore:
@@ -174,5 +181,5 @@ class OptimizerActor:
 
     def close(self) -> None:
         """Removes the arena's name; its memory goes with the last process that maps it."""
-        if self._core is not None:
-            self._core.arena.unlink()
+        if self._arena is not None:
+            self._arena.unlink()

@@ -1,0 +1,260 @@
+"""Runs on a Ray that is there already: stops, resumes, deaths, and what is left in the cluster."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from driven_run import SOURCE_ROOTS, Driver, Ended, driving, flatpeak, load, tiny_job
+from flatpeak.controller.schedule import lr
+from flatpeak.controller.spec import Spec, parse_spec
+from local_run import train_locally
+
+pytestmark = pytest.mark.timeout(600)
+
+CORES = 6
+LONG = {"steps": 5000, "schedule": {"decay": "linear", "decay_steps": 200}}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[dict[str, Any]]:
+    """The `cluster` section that leads to a Ray with `CORES` cores."""
+    changed = {"PYTHONPATH": SOURCE_ROOTS, "OMP_NUM_THREADS": "1"}
+    before = {name: os.environ.get(name) for name in (*changed, "RAY_AUTH_MODE")}
+    os.environ.update(changed)
+    try:
+        ray.init(
+            address="local",
+            num_cpus=CORES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=128 * 2**20,
+            _node_ip_address="127.0.0.1",
+        )
+        yield {"address": ray.get_runtime_context().gcs_address}
+    finally:
+        ray.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+
+
+def nothing_left(driver: Driver) -> bool:
+    """No process, no shared memory, no placement group, and every core is free again."""
+    assert driver.left() == []
+    groups = placement_group_table()
+    assert [group["state"] for group in groups.values() if group["state"] != "REMOVED"] == []
+    deadline = time.monotonic() + 15
+    while (free := ray.available_resources().get("CPU", 0)) != CORES:
+        assert time.monotonic() < deadline, f"{free} of {CORES} cores are free"
+        time.sleep(0.1)
+    return True
+
+
+def state(job: Spec, folder: Path) -> dict[str, Any]:
+    done = flatpeak("status", job.run, "--runs-dir", job.runs_dir, "--json", folder=folder)
+    return json.loads(done.stdout)
+
+
+def changed(job: Spec, **sections: Any) -> Spec:
+    data = job.model_dump()
+    for name, section in sections.items():
+        data[name] = data[name] | section if isinstance(section, dict) else section
+    return parse_spec(data)
+
+
+def test_an_interrupted_and_a_stopped_run_go_on_to_what_one_run_would_have_been(tmp_path, cluster):
+    degrees = {"sequence": 2, "expert": 2, "vocabulary": 2}
+    job = tiny_job(tmp_path, train=LONG, cluster=cluster | {"workers": 2}, parallel=degrees)
+    with driving(job, tmp_path) as driver:
+        driver.wait_for(step=2)
+        driver.signal(signal.SIGINT)
+        interrupted = driver.end()
+        assert nothing_left(driver)
+    first = check_stopped(interrupted, driver, tmp_path)
+
+    with driving(job, tmp_path, "--resume") as driver:
+        driver.wait_for(step=first + 2)
+        arguments = ("stop", job.run, "--runs-dir", job.runs_dir, "--json")
+        stopped = flatpeak(*arguments, folder=tmp_path)
+        resumed = driver.end()
+        assert nothing_left(driver)
+    assert json.loads(stopped.stdout) == {"run": job.run, "state": "interrupted"}
+    second = check_stopped(resumed, driver, tmp_path)
+    assert resumed.steps()[0]["step"] == first + 1
+
+    last = second + 3
+    other = changed(
+        job,
+        train={"steps": last},
+        cluster={"workers": 1, "optimizers": 2},
+        parallel=dict.fromkeys(degrees, 1),
+    )
+    with driving(other, tmp_path, "--resume") as driver:
+        ended = driver.end()
+        assert nothing_left(driver)
+    assert (ended.code, ended.err) == (0, "")
+    assert [step["step"] for step in ended.steps()] == [last - 2, last - 1, last]
+
+    records = driver.run.steps()
+    wanted = train_locally(changed(job, train={"steps": last}), tmp_path).results
+    losses = [record.loss for record in records]
+    assert losses[:second] == [result.loss for result in wanted[:second]]
+    assert losses[second:] == pytest.approx([r.loss for r in wanted[second:]], abs=1e-5)
+    assert [record.lr for record in records] == [
+        lr(step, train=job.train) for step in range(1, last + 1)
+    ]
+    assert [(record.first_sample, record.last_sample) for record in records] == [
+        (4 * step, 4 * step + 3) for step in range(last)
+    ]
+
+
+def check_stopped(ended: Ended, driver: Driver, folder: Path) -> int:
+    """Checks a run that was stopped early; returns the step whose snapshot it left."""
+    print(f"stopped in {ended.seconds:.1f} s")
+    assert (ended.code, ended.err) == (130, "")
+    found = state(driver.spec, folder)
+    assert found["state"] == "interrupted"
+    kept = {path.name for path in driver.run.snapshots.iterdir()}
+    assert f"step-{found['step']}" in kept
+    return found["step"]
+
+
+def test_a_second_interrupt_while_the_run_starts_does_not_wait(tmp_path, cluster):
+    job = tiny_job(tmp_path, cluster=cluster | {"workers": 2})
+    with driving(job, tmp_path) as driver:
+        driver.wait_for(kind="workers_placed")
+        driver.signal(signal.SIGINT)
+        driver.signal(signal.SIGTERM)
+        ended = driver.end()
+        assert nothing_left(driver)
+    print(f"ended in {ended.seconds:.1f} s")
+    assert (ended.code, ended.err, ended.steps()) == (130, "", [])
+    assert state(job, tmp_path)["state"] == "interrupted"
+
+
+def test_an_interrupt_while_the_run_starts_ends_it(tmp_path, cluster):
+    job = tiny_job(tmp_path, cluster=cluster)
+    with driving(job, tmp_path) as driver:
+        driver.wait_for(kind="workers_placed")
+        driver.signal(signal.SIGINT)
+        ended = driver.end()
+        assert nothing_left(driver)
+    print(f"ended in {ended.seconds:.1f} s")
+    assert (ended.code, ended.err, ended.steps()) == (130, "", [])
+    assert ended.kinds()[-2:] == ["interrupted", "finished"]
+    assert list(driver.run.snapshots.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("victim", "name", "known"),
+    [
+        ("worker-1", "worker 1 died (it had finished step ", "with peaks in bytes: total "),
+        ("optimizer-0", "optimizer 0 died (the last committed step is ", ""),
+        ("controller", "the run: the controller died (pid ", ""),
+    ],
+    ids=["worker", "optimizer actor", "controller"],
+)
+def test_a_process_that_is_killed_ends_the_run_with_its_name(
+    tmp_path, cluster, victim, name, known
+):
+    job = tiny_job(tmp_path, train=LONG, cluster=cluster | {"workers": 2})
+    with driving(job, tmp_path) as driver:
+        driver.wait_for(step=2)
+        pid = driver.kill_actor(victim)
+        ended = driver.end()
+        assert nothing_left(driver)
+    print(f"ended in {ended.seconds:.1f} s: {ended.err}")
+    assert ended.code == 4
+    assert ended.seconds < 20 * load()
+    assert name in ended.err
+    assert known in ended.err
+    assert f"pid {pid}, ip " in ended.err
+    assert "Traceback" not in ended.err
+    found = state(job, tmp_path)
+    assert found["state"] == "failed"
+    assert found["reason"] in ended.err
+    assert driver.run.events()[-1].kind == "failed"
+    # The state is with the optimizer actors: without a worker it is kept, without them it is gone.
+    kept = [path.name for path in driver.run.snapshots.glob("*/manifest.json")]
+    assert (kept != []) == (victim == "worker-1")
+
+
+def test_an_arena_that_does_not_fit_is_refused_and_the_others_go(tmp_path, cluster):
+    # Boundaries of 2**33 sequences: the slab is larger than any disk, and nothing else is large.
+    job = tiny_job(
+        tmp_path, train={"sequences_per_step": 2**33}, cluster=cluster | {"optimizers": 2}
+    )
+    with driving(job, tmp_path) as driver:
+        ended = driver.end()
+        assert nothing_left(driver)
+    assert ended.code == 3
+    assert ended.err.startswith("flatpeak: optimizer 0: the arena flatpeak-tiny-")
+    assert ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            {"workers": 4, "cpus_per_worker": 2},
+            "4 workers need {'CPU': 8.0}, but the whole cluster has {'CPU': 6.0}; lower",
+        ),
+        (
+            {"workers": 4, "cpus_per_optimizer": 3},
+            "4 workers x 1 and 1 optimizer actors x 3 need 7 cores on node ",
+        ),
+        ({"device": "cuda"}, "cluster.workers = 1 needs as many GPUs, but 0 of the cluster's 0"),
+    ],
+    ids=["workers", "optimizer actors", "GPUs"],
+)
+def test_what_the_cluster_can_never_give_is_refused_with_the_numbers(
+    tmp_path, cluster, section, message
+):
+    job = tiny_job(tmp_path, cluster=cluster | section)
+    with driving(job, tmp_path) as driver:
+        ended = driver.end()
+        assert nothing_left(driver)
+    assert ended.code == 4
+    assert message in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_a_taken_rendezvous_port_ends_the_start(tmp_path, cluster):
+    with socket.socket() as taken:
+        taken.bind(("", 0))  # whatever address the worker meets its peers at
+        taken.listen()
+        port = taken.getsockname()[1]
+        job = tiny_job(tmp_path, cluster=cluster | {"rendezvous_port": port})
+        with driving(job, tmp_path) as driver:
+            ended = driver.end()
+            assert nothing_left(driver)
+    assert ended.code == 4
+    assert f"worker 0: cluster.rendezvous_port = {port} cannot be had on" in ended.err
+
+
+def test_a_name_that_is_taken_in_the_cluster_is_refused(tmp_path, cluster):
+    job = tiny_job(tmp_path, train=LONG, cluster=cluster)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with driving(job, tmp_path) as driver:
+        driver.wait_for(step=1)
+        again = changed(job, runs_dir=str(elsewhere))
+        with driving(again, elsewhere) as second:
+            refused = second.end()
+        assert driver.process.poll() is None
+        driver.signal(signal.SIGTERM)
+        ended = driver.end()
+    assert refused.code == 4
+    assert "a run named tiny is going on in this cluster" in refused.err
+    assert ended.code == 130

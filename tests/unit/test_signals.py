@@ -1,0 +1,64 @@
+"""SIGINT and SIGTERM: raised before a run has processes, counted while it has."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from flatpeak.controller.signals import StopSignals, terminated_as_interrupted
+
+BOTH = [signal.SIGINT, signal.SIGTERM]
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_sigterm_raises_like_sigint_and_the_handler_goes_again():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), terminated_as_interrupted():
+        send(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", BOTH, ids=lambda number: number.name)
+def test_signals_are_counted_and_raise_nothing(number):
+    before = [signal.getsignal(other) for other in BOTH]
+    with StopSignals() as signals:
+        send(number)
+        send(number)
+        assert signals.count == 2
+    assert [signal.getsignal(other) for other in BOTH] == before
+
+
+def test_a_handler_that_another_library_installed_is_taken_over():
+    with StopSignals() as signals:
+        signal.signal(signal.SIGTERM, lambda number, frame: pytest.fail("the other one was called"))
+        signals.catch()
+        send(signal.SIGTERM)
+        assert signals.count == 1
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            send(signal.SIGINT)
+            assert signals.count == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_outside_the_main_thread_handlers_are_left_alone():
+    before = [signal.getsignal(number) for number in BOTH]
+    found = []
+
+    def drive() -> None:
+        with StopSignals() as signals:
+            found.append(([signal.getsignal(number) for number in BOTH], signals.count))
+
+    thread = threading.Thread(target=drive)
+    thread.start()
+    thread.join()
+    assert found == [(before, 0)]

@@ -1,0 +1,109 @@
+"""Waiting for answers, with a stand-in for Ray that hands them out in a given order."""
+
+import pickle
+import time
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from flatpeak.controller.waiting import Interrupted, collect
+from flatpeak.workers.errors import DoesNotFit, RunFailed, WaitTimeout
+
+
+class Script:
+    """Answers become ready one a `wait`, in the order given; what is not listed never does."""
+
+    def __init__(self, *answers: tuple[str, Any]) -> None:
+        self.coming = list(answers)
+        self.ready: dict[str, Any] = {}
+
+    def wait(self, refs: list[Any], /, *, timeout: float) -> tuple[list[Any], list[Any]]:
+        if self.coming:
+            name, answer = self.coming.pop(0)
+            self.ready[name] = answer
+        else:
+            time.sleep(min(timeout, 0.01))
+        ready = [ref for ref in refs if ref in self.ready]
+        return ready, [ref for ref in refs if ref not in ready]
+
+    def get(self, ref: Any, /) -> Any:
+        answer = self.ready[ref]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def ask(script: Script, *names: str, timeout_s: float = 5.0, **options: Any) -> dict[str, Any]:
+    refs = {name: name for name in names}
+    return collect(refs, what="step 7", timeout_s=timeout_s, answers=script, **options)
+
+
+def raised(error: Exception) -> RayTaskError:
+    return RayTaskError("step", f"\x1b[36mray::step\x1b[39m\n{error!r}", error)
+
+
+def test_all_answers_are_collected_by_name():
+    script = Script(("worker 1", 11), ("worker 0", 10))
+    assert ask(script, "worker 0", "worker 1") == {"worker 0": 10, "worker 1": 11}
+
+
+def test_nobody_to_wait_for_is_no_wait():
+    assert ask(Script(), timeout_s=0.0) == {}
+
+
+def test_the_first_failure_surfaces_although_the_others_never_answer(monkeypatch):
+    monkeypatch.setattr("flatpeak.controller.waiting._CAUSE_S", 0.05)
+    script = Script(("worker 3", raised(ZeroDivisionError("a bug"))))
+    with pytest.raises(RunFailed) as caught:
+        ask(script, "worker 0", "worker 3")
+    wanted = "step 7: worker 3 raised\nray::step\nZeroDivisionError('a bug')"
+    assert str(caught.value) == wanted
+
+
+def test_an_error_of_ours_keeps_its_type_and_names_the_process():
+    script = Script(("optimizer 1", raised(DoesNotFit("needs 9 bytes of 8"))))
+    with pytest.raises(DoesNotFit) as caught:
+        ask(script, "optimizer 0", "optimizer 1")
+    assert str(caught.value) == "optimizer 1: needs 9 bytes of 8"
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+class Death(ActorDiedError):
+    """As Ray words one."""
+
+    def __str__(self) -> str:
+        return (
+            "The actor died unexpectedly before finishing this task.\n\tclass_name: TrainWorker\n"
+            "\tpid: 4711\n\tip: 10.0.0.7\nThe actor is dead because its worker process has died."
+        )
+
+
+def test_a_death_names_the_process_what_is_known_of_it_and_the_cause():
+    script = Script(("worker 1", Death()))
+    with pytest.raises(RunFailed) as caught:
+        ask(script, "worker 0", "worker 1", last_seen=lambda who: f"{who} was at step 6")
+    assert str(caught.value) == (
+        "step 7: worker 1 died (worker 1 was at step 6; pid 4711, ip 10.0.0.7): "
+        "The actor is dead because its worker process has died."
+    )
+
+
+def test_the_death_of_a_peer_explains_the_failure_that_came_first():
+    lost = raised(RuntimeError("Connection closed by peer"))
+    script = Script(("worker 0", lost), ("worker 2", 12), ("worker 1", ActorDiedError()))
+    with pytest.raises(RunFailed, match="worker 1 died"):
+        ask(script, "worker 0", "worker 1", "worker 2")
+
+
+def test_a_timeout_names_those_who_did_not_answer():
+    script = Script(("worker 0", 10))
+    with pytest.raises(WaitTimeout) as caught:
+        ask(script, "worker 0", "worker 1", "worker 2", timeout_s=0.05)
+    assert "step 7: no answer from worker 1, worker 2 within 0.05 s" in str(caught.value)
+
+
+def test_a_stop_ends_the_wait():
+    asked = iter([False, False, True])
+    with pytest.raises(Interrupted):
+        ask(Script(("worker 0", 10)), "worker 0", "worker 1", interrupted=lambda: next(asked))
