@@ -1,6 +1,8 @@
 """Whether recomputation must run the experts: the supported families, and blocks that read them."""
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -95,8 +97,12 @@ def test_a_model_whose_layers_ran_no_experts_is_taken_to_need_them():
     assert needed(model)
 
 
-def test_the_probe_leaves_no_hook_behind():
+def test_the_probe_leaves_neither_a_hook_nor_a_graph_behind():
     model = build_meta_model(tiny_config("qwen3_moe"))
     before = [len(layer._forward_hooks) for layer in layers_of(model)]
+    parameter = weakref.ref(model.get_input_embeddings().weight)
     needed(model)
     assert [len(layer._forward_hooks) for layer in layers_of(model)] == before
+    del model
+    gc.collect()
+    assert parameter() is None

@@ -48,9 +48,9 @@ class _Followed(TorchDispatchMode):
     def has(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._marked
 
-    def note_saved(self, tensor: Tensor) -> Tensor:
+    def note_saved(self, tensor: Tensor) -> None:
+        # Nothing is kept: a node that saved its own output would never be freed.
         self.saved |= self.has(tensor)
-        return tensor
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -97,7 +97,7 @@ def value_needed_in_recompute(model: PreTrainedModel, layers: Iterable[nn.Module
     model.set_experts_implementation(_NAME)
     model.train()
     try:
-        with followed, saved_tensors_hooks(followed.note_saved, lambda tensor: tensor):
+        with followed, saved_tensors_hooks(followed.note_saved, lambda nothing: nothing):
             _run(model)
     except (RuntimeError, TypeError, ValueError) as reason:
         # A model that looks at its numbers cannot run without any.

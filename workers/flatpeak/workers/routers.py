@@ -77,6 +77,7 @@ class RouterLoad:
         layers, experts = self.counts.shape
         share = self.counts.sum(dim=0).float() / (layers * tokens)  # F
         mean = torch.stack(self._probabilities).sum(dim=0) / (layers * tokens)  # a part of P
+        self._probabilities = []  # else they kept the graph alive after its backward pass
         return coefficient * experts * (share * mean).sum()
 
     def bias_gradient(self, layer: int) -> Tensor:
