@@ -96,8 +96,9 @@ def main() -> None:
     console.print(_table(rows))
     losses = [event.loss for event in events if isinstance(event, StepRecord)][-_LAST_STEPS:]
     console.print(
-        f"Loss {sum(losses) / len(losses):.3f} over the last {len(losses)} steps; the corpus's unigram entropy "
-        f"is {source.unigram_entropy():.3f}.\nSteps, events, peaks and logs: {summary.folder}"
+        f"Loss {sum(losses) / len(losses):.3f} over the last {len(losses)} steps; the "
+        f"corpus's unigram entropy is {source.unigram_entropy():.3f}.\n"
+        f"Steps, events, peaks and logs: {summary.folder}"
     )
 
 
