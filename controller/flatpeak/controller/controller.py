@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ class Controller:
     # Train
 
     def _train(self) -> Iterator[Event]:
-        results: list[StepResult] = []
+        largest: dict[str, tuple[int, ...]] = {}
         for step in range(self._committed + 1, self.spec.train.steps + 1):
             began = time.perf_counter()
             refs = {w.name: w.handle.step.remote(step) for w in self._workers}
@@ -176,14 +177,16 @@ class Controller:
             yield from self._commit_snapshot()
             self._results = {worker.name: answers[worker.name] for worker in self._workers}
             results = list(self._results.values())
+            for result in results:
+                largest = _larger_shapes(largest, result.largest)
             rate = lr(step, train=self.spec.train)
             self._updates, self._updating = self._update(results[0], rate), step
             yield self._record(results, rate, time.perf_counter() - began)
             every = self.spec.snapshots.every_steps
             if every and step % every == 0:
                 self._begin_snapshot(step)
-        if results:
-            yield event("largest_tensors", shapes=results[0].largest)
+        if largest:
+            yield event("largest_tensors", shapes=largest)
 
     def _update(self, result: StepResult, rate: float) -> dict[str, Any]:
         factor = None
@@ -301,3 +304,10 @@ def _largest_of(peaks: list[dict[str, int]]) -> dict[str, int]:
     """The worst rank of every component."""
     names = sorted({name for rank in peaks for name in rank})
     return {name: max(rank.get(name, 0) for rank in peaks) for name in names}
+
+
+def _larger_shapes(
+    one: dict[str, tuple[int, ...]], other: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Of every component the shape with more elements."""
+    return {name: max(one.get(name, (0,)), other.get(name, (0,)), key=prod) for name in one | other}
