@@ -174,7 +174,7 @@ def ring_loss_and_gradients(
     x = hidden[tokens].clone().requires_grad_()
     shard = weight[slice(*part(len(weight), world, rank))].clone().requires_grad_()
     nll = ring_cross_entropy(
-        x, targets[tokens], shard, group=dist.group.WORLD, vocab_size=len(weight), token_tile=4
+        x, targets[tokens], shard, group=dist.group.WORLD, vocab_size=len(weight)
     )
     nll.sum().backward()
     assert x.grad is not None
@@ -207,7 +207,7 @@ def test_a_real_vocabulary_that_no_group_divides_is_as_exact_as_dense(world: int
     single, exact = (dense_loss_and_gradients(hidden.to(d), targets, weight.to(d)) for d in DENSE)
     for found, rounded, wanted in zip(zip(*ours, strict=True), single, exact, strict=True):
         error, allowed = ((x - wanted).norm() for x in (torch.cat(found), rounded))
-        assert error <= 1.5 * allowed + 1e-7 * wanted.norm()
+        assert error <= max(1.5 * allowed, 1e-6 * wanted.norm())
 
 
 def test_an_export_has_the_true_rows_of_a_vocabulary_that_does_not_divide(tmp_path: Path):
