@@ -7,8 +7,9 @@ from importlib import import_module
 from types import SimpleNamespace
 
 import torch
-from flatpeak.workers.partition import part
 from torch import nn
+
+from flatpeak.workers.partition import part
 
 HIDDEN, INTERMEDIATE = 12, 10
 
@@ -19,11 +20,11 @@ class PlainExperts(nn.Module):
 
     has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, *, hidden: int = HIDDEN) -> None:
         super().__init__()
         self.num_experts = experts
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * INTERMEDIATE, HIDDEN))
-        self.down_proj = nn.Parameter(torch.empty(experts, HIDDEN, INTERMEDIATE))
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * INTERMEDIATE, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, INTERMEDIATE))
         self.act_fn = nn.SiLU()
         self.config = SimpleNamespace()
 

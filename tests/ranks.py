@@ -6,6 +6,7 @@ test session, so that a test does not pay for importing torch.
 """
 
 import atexit
+import gc
 import multiprocessing as mp
 import sys
 import tempfile
@@ -44,8 +45,12 @@ def _serve(pipe: Any, paths: list[str]) -> None:
             # Tell before leaving the group: the others fail as soon as this one has left.
             pipe.send((False, traceback.format_exc()))
         finally:
+            fn = args = None
+            # Groups that something dead still refers to keep their threads, which spin.
+            gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
+            gc.collect()
 
 
 class _Pool:

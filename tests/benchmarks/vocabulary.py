@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
 from flatpeak.workers.memory import TOTAL, PeakMeter
 from flatpeak.workers.partition import part
 from flatpeak.workers.vocabulary import ring_cross_entropy
 from ranks import run_ranks
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 Config = dict[str, int | float | str | bool]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from flatpeak.workers.arena import Arena, arena_bytes, sweep_stale
 from flatpeak.workers.buckets import Bucket, Range
 from flatpeak.workers.errors import ClusterError, DoesNotFit, InputError, WaitTimeout

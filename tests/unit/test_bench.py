@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from flatpeak.controller.bench import find_checkout, list_benches, parse_options, run_bench
 from flatpeak.controller.cli import run_command
 from flatpeak.workers.errors import InputError

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
 from flatpeak.workers.boundaries import CheckpointOffload, slab_bytes
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.memory import HOST, PeakMeter, scope
 from flatpeak.workers.recompute import is_recomputing
 from ranks import run_ranks
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 N, H = 64, 16
 ROWS = N * H * 4  # bytes of one boundary
@@ -250,10 +251,6 @@ def test_a_boundary_comes_back_while_the_layer_above_recomputes():
     ]
 
 
-def keeps_layout(x: torch.Tensor) -> torch.Tensor:
-    return (x * x.stride(0) + x.storage_offset() * 0).sin()
-
-
 @pytest.mark.parametrize(
     "view",
     [
@@ -332,6 +329,13 @@ def test_microbatches_in_turn_reuse_the_slab():
     assert_equal(gradients(model), gradients(alone))
     assert stats.offloaded_bytes == 12 * ROWS
     assert stats.slab_bytes == stats.slab_bytes_needed == 3 * ROWS
+
+
+def test_space_given_back_in_pieces_serves_a_larger_boundary():
+    with offloading(3) as offload:
+        toy(3)(rows(), offload.checkpoint).backward()
+        toy(1)(torch.cat([rows()] * 3), offload.checkpoint).backward()
+        assert offload.stats().kept_bytes == 0
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first in first", "last in first"])

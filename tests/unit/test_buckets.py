@@ -5,6 +5,9 @@ import sys
 from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from flatpeak.workers.buckets import (
     BucketIndex,
     Range,
@@ -14,8 +17,6 @@ from flatpeak.workers.buckets import (
     to_json,
 )
 from flatpeak.workers.errors import InputError
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 KINDS = [("bfloat16", True, "adamw"), ("bfloat16", False, "adamw"), ("float32", False, "bias")]
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
 from flatpeak.workers.checkpoint import (
     CheckpointReader,
     build_meta_model,
@@ -17,9 +20,7 @@ from flatpeak.workers.checkpoint import (
     load_config,
 )
 from flatpeak.workers.errors import CheckpointError
-from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, tiny_config
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 LAYOUTS = [pytest.param(True, id="per-expert"), pytest.param(False, id="fused")]
 TIES = [pytest.param(True, id="tied"), pytest.param(False, id="untied")]

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+
 from flatpeak.workers.checkpoint import (
     attention_heads,
     build_meta_model,

@@ -4,13 +4,14 @@ import math
 
 import pytest
 import torch
-from flatpeak.workers.checkpoint import RandomInit, build_meta_model, load_config
-from flatpeak.workers.errors import CheckpointError
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import FAMILIES, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
+
+from flatpeak.workers.checkpoint import RandomInit, build_meta_model, load_config
+from flatpeak.workers.errors import CheckpointError
+from tiny_models import FAMILIES, tiny_config
 
 
 def read_all(source: RandomInit, model) -> dict[str, torch.Tensor]:

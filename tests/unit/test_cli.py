@@ -11,13 +11,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from rich.console import Console
+
 from flatpeak.controller.cli import run_command
 from flatpeak.controller.display import LiveDisplay, display_for, event_line, memory, step_line
 from flatpeak.controller.runs import RunEvent, RunFolder, StepRecord, Summary
 from flatpeak.controller.spec import Spec, parse_spec
 from flatpeak.controller.spec_file import load_spec
 from flatpeak.workers.errors import DoesNotFit, RunFailed
-from rich.console import Console
 
 ROOT = Path(__file__).parents[2]
 SOURCE_ROOTS = os.pathsep.join(str(ROOT / root) for root in ("controller", "workers", "kernels"))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from flatpeak.workers.data import corpus as corpus_module
 from flatpeak.workers.data import open_samples
 from flatpeak.workers.data.corpus import Corpus, open_corpus

@@ -1,10 +1,11 @@
 """The order of samples is a bijection an epoch, and a pure function of its arguments."""
 
 import pytest
-from flatpeak.workers.data import sample_ids, share_of
-from flatpeak.workers.data.order import permute
 from hypothesis import given
 from hypothesis import strategies as st
+
+from flatpeak.workers.data import sample_ids, share_of
+from flatpeak.workers.data.order import permute
 
 
 def order(size: int, *, seed: int = 0, epoch: int = 0) -> list[int]:

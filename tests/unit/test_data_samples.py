@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flatpeak.workers.data import NO_TARGET, Samples, open_samples
-from flatpeak.workers.data.corpus import Corpus
 from hypothesis import given
 from hypothesis import strategies as st
+
+from flatpeak.workers.data import NO_TARGET, Samples, open_samples
+from flatpeak.workers.data.corpus import Corpus
 
 
 def samples_of(lengths: list[int], sequence_length: int, seed: int = 0) -> Samples:

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
 from flatpeak.workers.data import Samples, documents, open_samples, sources
 from flatpeak.workers.data.documents import Documents
 from flatpeak.workers.data.tokenizer import ByteTokenizer
 from flatpeak.workers.errors import DataError
-from hypothesis import given
-from hypothesis import strategies as st
-from pyarrow import parquet
 
 TEXTS = ["first document", "", "zweites Dökument\n", None, "x" * 40, "三"]
 IDS = [[1, 2, 3], [], [70_000], None, [5, 6]]

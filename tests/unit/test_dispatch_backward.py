@@ -5,6 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
 from flatpeak.workers.dispatch import DispatchOptions, assumed_routing, moe_forward
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.recompute import checkpoint_contexts
@@ -26,10 +31,6 @@ from moe_families import (
     slice_of,
 )
 from ranks import run_ranks
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.checkpoint import checkpoint
 
 MOVING = DispatchOptions(tokens_per_chunk=5, min_chunk=1, balance_above=1.0, max_foreign_experts=3)
 

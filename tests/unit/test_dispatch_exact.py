@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+
 from flatpeak.workers.dispatch import DispatchOptions, moe_forward
 from moe_families import (
     FAMILIES,

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from flatpeak.workers.dispatch import DispatchOptions, plan_least_loaded
 from flatpeak.workers.dispatch.assignment import DispatchPlan, plan_dispatch, plan_native
 from flatpeak.workers.errors import InputError
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 @st.composite

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from flatpeak.workers.dispatch import DispatchOptions, Routing, assumed_routing, make_routing
-from flatpeak.workers.errors import InputError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from flatpeak.workers.dispatch import DispatchOptions, Routing, assumed_routing, make_routing
+from flatpeak.workers.errors import InputError
 from moe_families import random_ids
 from ranks import run_ranks
 

@@ -4,13 +4,14 @@ import gc
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
 from flatpeak.workers.memory import HOST, PeakMeter, ScopeRises, attribute, exclude, scope
 from flatpeak.workers.recompute import checkpoint_contexts
 from flatpeak.workers.scopes import observed
 from ranks import run_ranks
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 KB = 1024
 
@@ -102,8 +103,15 @@ def test_attribute_moves_bytes_without_a_false_peak(move):
         assert meter.live().get("boundaries", 0) == (4 * KB if moved else 0)
         assert meter.live()["other"] == (0 if moved else 4 * KB)
         assert meter.peaks()["total"] == 4 * KB
+        move(tensor, "attention")
         del tensor
-        assert meter.live()["total"] == 0
+        assert set(meter.live().values()) == {0}
+
+
+def test_meta_tensors_have_no_memory():
+    with PeakMeter() as meter:
+        torch.empty(256, device="meta").add(1)
+        assert meter.peaks() == {"total": 0}
 
 
 def test_host_memory_is_never_counted():
@@ -225,6 +233,14 @@ def test_fake_tensors_give_the_peaks_of_the_real_run():
     assert fake[0]["attention"] == 3 * 32 * 8 * 4
 
 
+def test_waiting_for_a_fake_collective_makes_no_second_tensor():
+    with FakeTensorMode(), PeakMeter() as meter:
+        tensor = torch.empty(256)
+        waited = torch.ops._c10d_functional.wait_tensor(tensor)
+        assert meter.live()["total"] == KB
+        del tensor, waited
+
+
 def _fsdp_bytes(rank: int) -> dict[str, dict[str, int]]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(4)))
@@ -244,6 +260,10 @@ def _fsdp_bytes(rank: int) -> dict[str, dict[str, int]]:
             model(x).sum().backward()
             seen[step] = meter.peaks()
         seen["end"] = meter.live()
+        weight = next(model.parameters()).detach()
+        with scope("product"):
+            weight @ weight
+        seen["product"] = {"peak": meter.peaks()["product"]}
     return seen
 
 
@@ -253,6 +273,8 @@ def test_fsdp_gathers_are_counted_and_freed():
         assert seen["shards"] == {"weights": 4 * layer // 2, "total": 4 * layer // 2}
         assert seen["end"]["other"] == 4 * layer // 2  # the sharded gradients
         assert seen["second"] == seen["third"]
+        # A distributed product gathers at least one side before it makes its result.
+        assert seen["product"]["peak"] > layer
         # Two gathered layers at least, never all four on top of shards and gradients.
         assert 2 * layer < seen["third"]["total"] - 4 * layer < 8 * layer
 
@@ -291,7 +313,7 @@ class FakeAllocator:
 def test_on_a_device_each_scope_is_charged_with_its_own_rise():
     allocator = FakeAllocator(100)
     rises = ScopeRises(allocator)
-    rises.restart()
+    rises.start()
     with observed(rises):
         allocator.move(10)
         with scope("dispatch"):
@@ -306,7 +328,7 @@ def test_on_a_device_each_scope_is_charged_with_its_own_rise():
         allocator.move(3)
         assert rises.peaks() == {"other": 13, "dispatch": 8, "vocabulary": 50, "total": 162}
         rises.reset()
-        assert rises.peaks() == {"other": 13, "total": 113}
+        assert rises.peaks() == {"other": 13, "dispatch": 0, "vocabulary": 0, "total": 113}
         with scope("dispatch"):
             allocator.move(-13)  # frees what others made
             with scope("vocabulary"):
@@ -314,6 +336,58 @@ def test_on_a_device_each_scope_is_charged_with_its_own_rise():
             allocator.move(4)
         assert rises.peaks()["dispatch"] == 4
         assert rises.lifetime_peaks()["dispatch"] == 8
+
+
+def test_a_device_meter_joins_the_allocator_with_the_tensors_it_was_told_of():
+    allocator = FakeAllocator(100)
+    meter = PeakMeter(allocator=allocator)
+    weight, boundary = torch.ones(256), torch.ones(512)
+    with meter:
+        meter.track(weight, "weights")
+        with scope("dispatch"):
+            allocator.move(30)
+            allocator.move(-30)
+        attribute(boundary, "boundaries")
+        assert meter.live() == {"weights": KB, "boundaries": 2 * KB, "total": 100}
+        expected = {"weights": KB, "boundaries": 2 * KB, "dispatch": 30, "other": 0, "total": 130}
+        assert meter.peaks() == expected
+        del boundary
+        meter.reset_peaks()
+        at_rest = {"boundaries": 0, "dispatch": 0, "other": 0}
+        assert meter.peaks() == {"weights": KB, "total": 100, **at_rest}
+        with pytest.raises(AssertionError, match="CPU alone"):
+            meter.largest_tensors()
+    allocator.move(1000)
+    assert meter.peaks()["total"] == 100
+    assert meter.lifetime_peaks() == expected
+
+
+def loss_of(hidden: torch.Tensor, head: torch.Tensor, tile: int) -> torch.Tensor:
+    targets = torch.zeros(len(hidden), dtype=torch.long)
+    with scope("vocabulary"):
+        parts = [
+            torch.nn.functional.cross_entropy(rows @ head.t(), wanted, reduction="sum")
+            for rows, wanted in zip(hidden.split(tile), targets.split(tile), strict=True)
+        ]
+        return torch.stack(parts).sum()
+
+
+@pytest.mark.parametrize("tile", [24, 8])
+def test_the_meter_tells_whether_tokens_by_vocabulary_were_ever_alive(tile):
+    with PeakMeter() as meter:
+        loss_of(torch.ones(24, 8), torch.ones(50, 8), tile)
+        assert meter.largest_tensors()["vocabulary"] == (tile, 50)
+
+
+def test_nothing_of_the_last_loss_is_alive_when_the_next_forward_starts():
+    head = torch.ones(50, 8, requires_grad=True)
+    with PeakMeter() as meter:
+        loss = loss_of(torch.ones(24, 8), head, 24)
+        assert meter.live()["vocabulary"] >= 24 * 50 * 4
+        loss.backward()
+        assert meter.live()["vocabulary"] == 4
+        del loss
+        assert meter.live() == {"vocabulary": 0, "other": 50 * 8 * 4, "total": 50 * 8 * 4}
 
 
 def test_without_a_meter_nothing_watches():

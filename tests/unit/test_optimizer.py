@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.buckets import Range, Shard, cut_buckets
 from flatpeak.workers.errors import (
@@ -558,10 +559,12 @@ def test_stand_alone_a_step_that_is_not_finite_changes_nothing():
 
 def test_stand_alone_frozen_and_non_contiguous_parameters(tmp_path):
     frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    empty = torch.nn.Parameter(torch.ones(0, 5))
     turned = torch.nn.Parameter(seeded(1, 12).view(3, 4).t())
     plain = torch.nn.Parameter(turned.detach().clone())
-    optimizer = OffloadStreamAdamW([frozen, turned], arena=tmp_path / "a.arena", lr=0.1)
+    optimizer = OffloadStreamAdamW([frozen, empty, turned], arena=tmp_path / "a.arena", lr=0.1)
     reference = torch.optim.AdamW([plain], lr=0.1)
+    (empty.sum() * 2).backward()
     for p in (turned, plain):
         (p * seeded(2, 12).view(4, 3)).sum().backward()
     optimizer.step()
@@ -570,6 +573,45 @@ def test_stand_alone_frozen_and_non_contiguous_parameters(tmp_path):
     assert torch.equal(turned, plain)
     optimizer.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_stand_alone_a_dead_arena_is_replaced_and_a_living_one_is_not(tmp_path):
+    path = tmp_path / "a.arena"
+    optimizer = OffloadStreamAdamW(model().parameters(), arena=path)
+    with pytest.raises(ClusterError, match="exists already"):
+        OffloadStreamAdamW(model().parameters(), arena=path)
+    del optimizer
+    assert path.exists()
+    OffloadStreamAdamW(model().parameters(), arena=path).close()
+
+
+def _train_sharded(rank, steps):
+    from torch.distributed.fsdp import fully_shard
+
+    net = fully_shard(model())
+    optimizer = OffloadStreamAdamW(groups(net), lr=1e-2, bucket_parameters=30)
+    for step in steps:
+        backward(net, 2 * step + rank)
+        norm = optimizer.step(0.05, group=dist.group.WORLD)
+    return norm, [p.full_tensor().detach() for p in net.parameters()]
+
+
+def test_stand_alone_sharded_parameters_equal_the_whole_model():
+    results = run_ranks(2, _train_sharded, range(4))
+    net = model()
+    optimizer = torch.optim.AdamW(groups(net), lr=1e-2)
+    for step in range(4):
+        for rank in range(2):
+            backward(net, 2 * step + rank)
+        for p in net.parameters():
+            p.grad /= 2  # FSDP averages
+        expected = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05).item()
+        optimizer.step()
+        optimizer.zero_grad()
+    for norm, parameters in results:
+        assert norm == pytest.approx(expected, rel=1e-5)
+        for mine, other in zip(parameters, net.parameters(), strict=True):
+            torch.testing.assert_close(mine, other.detach(), rtol=0, atol=1e-6)
 
 
 def test_stand_alone_a_forgotten_optimizer_lets_go_of_the_parameters():

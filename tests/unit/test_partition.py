@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import pytest
+
 from flatpeak.workers.partition import part, parts
 
 

@@ -3,10 +3,11 @@
 from itertools import pairwise
 
 import pytest
-from flatpeak.controller.schedule import lr
-from flatpeak.controller.spec import ScheduleSpec, TrainSpec
 from hypothesis import given
 from hypothesis import strategies as st
+
+from flatpeak.controller.schedule import lr
+from flatpeak.controller.spec import ScheduleSpec, TrainSpec
 
 
 def train(**schedule) -> TrainSpec:

@@ -7,6 +7,7 @@ import os
 import pyarrow as pa
 import pytest
 import torch
+
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.buckets import Range, Shard, cut_buckets
 from flatpeak.workers.errors import CheckpointError, RunFailed
@@ -126,9 +127,10 @@ OTHER_LAYOUTS = [
     pytest.param({"workers": w, "expert_ranks": e, "actors": m, "bucket_parameters": b}, id=name)
     for name, w, e, m, b in [
         ("W 1", 1, 1, 1, 1000),
-        ("W 3, E_p 4", 3, 4, 3, 11),
-        ("W 8, some shards empty", 8, 2, 5, 5),
-        ("one element a bucket", 2, 2, 2, 1),
+        ("W 2, one element a bucket", 2, 2, 2, 1),
+        ("W 3, experts do not divide", 3, 3, 3, 11),
+        ("W 6, more actors than ranks", 6, 2, 7, 16),
+        ("W 8, some shards empty", 8, 8, 5, 5),
     ]
 ]
 
@@ -136,7 +138,7 @@ OTHER_LAYOUTS = [
 @pytest.mark.parametrize("other", OTHER_LAYOUTS)
 def test_ten_steps_equal_five_and_five_in_another_layout(tmp_path, other):
     straight = Cluster(tmp_path / "a").start().train(range(1, 11))
-    half = Cluster(tmp_path / "b").start().train(range(1, 6))
+    half = Cluster(tmp_path / "b", workers=4, expert_ranks=2).start().train(range(1, 6))
     folder = half.save(tmp_path / "run", 5)
     resumed = Cluster(tmp_path / "c", **other).restore(folder)
     assert same(half.state(), resumed.state())

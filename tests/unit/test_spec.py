@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import yaml
-from flatpeak.controller.spec import Spec, check_against_model, parse_spec, resolve_parallel
-from flatpeak.controller.spec_file import STARTER_VALUES, dump_spec, load_spec, starter_yaml
-from flatpeak.workers.errors import SpecError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
+
+from flatpeak.controller.spec import Spec, check_against_model, parse_spec, resolve_parallel
+from flatpeak.controller.spec_file import STARTER_VALUES, dump_spec, load_spec, starter_yaml
+from flatpeak.workers.errors import SpecError
 
 SMALLEST = {"run": "a", "model": {"path": "/models/x"}}
 

@@ -8,9 +8,10 @@ and writes YAML, `spec_problems` words what is refused. Nothing here imports tor
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
 from flatpeak.controller.spec_problems import describe_problems
 from flatpeak.workers.errors import SpecError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]

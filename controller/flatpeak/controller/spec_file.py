@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from flatpeak.controller.spec import Section, Spec, parse_spec
 from flatpeak.controller.spec_problems import section_at
 from flatpeak.workers.errors import SpecError

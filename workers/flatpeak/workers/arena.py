@@ -19,6 +19,7 @@ import fcntl
 import json
 import mmap
 import os
+import secrets
 import shutil
 import struct
 import time
@@ -31,11 +32,13 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 import torch
-from flatpeak.workers.buckets import Bucket, from_json, to_json
-from flatpeak.workers.errors import ClusterError, DoesNotFit, InputError, WaitTimeout
 from torch import Tensor
 
+from flatpeak.workers.buckets import Bucket, from_json, to_json
+from flatpeak.workers.errors import ClusterError, DoesNotFit, InputError, WaitTimeout
+
 SUFFIX = ".arena"
+_MAKING = ".making"
 _MAGIC = b"FLATPEAK"
 _FORMAT = 1
 _RUN_BYTES = 128
@@ -179,7 +182,7 @@ class Arena:
         header = _pack_header(run, layout)
         _check_room(path, run, layout.nbytes)
         # The file gets its name when it is whole: whoever finds an arena finds a valid header.
-        making = path.with_name(f"{path.name}.{os.getpid()}{_MAKING}")
+        making = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_MAKING}")
         with open(making, "x+b") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH)
@@ -362,9 +365,6 @@ class Arena:
         assert version >= held, f"bucket {i} holds version {held}, not to be followed by {version}"
         # A cast memoryview stores an aligned 8-byte item at once: readers see old or new.
         self._words[self._place[i]] = _word(version, number)
-
-
-_MAKING = ".making"
 
 
 def sweep_stale(folder: str | Path, *, keep_runs: Iterable[str] = ()) -> list[Path]:

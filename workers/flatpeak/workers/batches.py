@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flatpeak.workers.data import Sample, sample_ids, share_of
+from flatpeak.workers.errors import DataError
 from flatpeak.workers.parallel import Groups
 
 
@@ -31,7 +32,22 @@ class Microbatch:
 
 
 def microbatch(samples: list[Sample], groups: Groups, device: torch.device) -> Microbatch:
-    length = len(samples[0].inputs) // groups.sequence.degree
+    """This rank's part of the rows, which have one length that the sequence degree divides.
+
+    Microbatches may differ in length, also between ranks. Raises `DataError` for other rows.
+    """
+    lengths = sorted({len(sample.inputs) for sample in samples})
+    if len(lengths) > 1:
+        raise DataError(
+            f"a microbatch has rows of {lengths[0]} and {lengths[-1]} tokens; pack documents into "
+            "rows of train.sequence_length, or take one row a microbatch"
+        )
+    length, rest = divmod(lengths[0], groups.sequence.degree)
+    if rest:
+        raise DataError(
+            f"a row of {lengths[0]} tokens cannot be cut over {groups.sequence.degree} ranks; give "
+            f"rows of {length * groups.sequence.degree} tokens or set parallel.sequence to 1"
+        )
     start = groups.sequence.index * length
 
     def stack(name: str) -> Tensor:

@@ -19,12 +19,13 @@ from math import prod
 from typing import Any, Protocol, Self
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import checkpoint
+
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.memory import attribute
 from flatpeak.workers.recompute import checkpoint_contexts
 from flatpeak.workers.scopes import scope
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.checkpoint import checkpoint
 
 BOUNDARIES = "boundaries"
 
@@ -115,6 +116,7 @@ class CheckpointOffload:
         self._restart()
 
     def __enter__(self) -> Self:
+        self._drop_ahead()
         self._restart()
         return self
 
@@ -249,10 +251,12 @@ class _Piece:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, index: int) -> "_Piece | None":
-        """None where the tensor is no plain memory without overlaps, or empty."""
+        """None where there is no plain memory to copy."""
         if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
             return None
-        piece = cls(
+        if tensor.numel() == 0:
+            return None
+        return cls(
             index=index,
             size=tuple(tensor.shape),
             stride=tensor.stride(),
@@ -260,7 +264,6 @@ class _Piece:
             device=tensor.device,
             requires_grad=tensor.requires_grad,
         )
-        return piece if tensor.numel() and piece._span() is not None else None
 
     @property
     def nbytes(self) -> int:
@@ -276,21 +279,12 @@ class _Piece:
     def host(self, slab: torch.Tensor, start: int) -> torch.Tensor:
         size = self._distinct_size()
         flat = slab[start : start + self.nbytes].view(self.dtype)
+        span = 1 + sum((si - 1) * st for si, st in zip(size, self.stride, strict=True))
         # Without holes the device layout is kept, so that the copy is one run of memory.
-        return flat.as_strided(size, self.stride) if self._span() == prod(size) else flat.view(size)
+        return flat.as_strided(size, self.stride) if span == prod(size) else flat.view(size)
 
     def _distinct_size(self) -> tuple[int, ...]:
         return tuple(1 if st == 0 else si for si, st in zip(self.size, self.stride, strict=True))
-
-    def _span(self) -> int | None:
-        """Elements from the first to the last, or None where two indices share an element."""
-        span = 1
-        for stride, size in sorted(zip(self.stride, self._distinct_size(), strict=True)):
-            if size > 1:
-                if stride < span:
-                    return None
-                span += (size - 1) * stride
-        return span
 
 
 _Arrival = tuple[_Piece, torch.Tensor, Any]

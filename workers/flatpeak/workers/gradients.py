@@ -15,9 +15,10 @@ from itertools import accumulate as running_sum
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.buckets import Bucket, BucketIndex, Piece
-from torch import Tensor
 
 # Fewer elements than torch splits over threads: a sum over a block does not depend on them.
 _SUM_BLOCK = 16384
@@ -74,7 +75,6 @@ class GradientStream:
         overwritten; the first write into each bucket waits for it, at most `timeout_s`.
         """
         self._written = {bucket.index: set() for bucket in self._buckets}
-        self._squares.clear()
         self._required, self._timeout_s = version, timeout_s
 
     def write(

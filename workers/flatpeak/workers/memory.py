@@ -14,10 +14,10 @@ from math import prod
 from typing import Any, Protocol, Self
 
 import torch
-from flatpeak.workers.scopes import OTHER, current_scope, observed, scope
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+
+from flatpeak.workers.scopes import OTHER, current_scope, observed, scope
 
 __all__ = ["HOST", "TOTAL", "PeakMeter", "attribute", "exclude", "scope"]
 
@@ -48,22 +48,27 @@ class PeakMeter:
 
     On `device="cuda"` the total is the allocator's own peak. A component's peak is the most that
     any of its scopes rose above the bytes allocated at its entry, scopes nested inside not counted;
-    or, where larger, the most bytes alive of tensors given to `track` and `attribute`.
+    or, where larger, the most bytes alive of tensors given to `track` and `attribute`. Bytes made
+    elsewhere that are freed within a scope count against its rise. `allocator` stands in for that
+    of the device.
     """
 
-    def __init__(self, *, device: torch.device | str = "cpu") -> None:
-        self._device = torch.device(device)
+    def __init__(
+        self, *, device: torch.device | str = "cpu", allocator: "Allocator | None" = None
+    ) -> None:
+        device = torch.device(device)
+        if allocator is None and device.type == "cuda":
+            allocator = _CudaAllocator(device)
         self._ledger = _Ledger()
-        self._rises = None
-        if self._device.type != "cpu":
-            self._rises = ScopeRises(_CudaAllocator(self._device))
+        self._rises = None if allocator is None else ScopeRises(allocator)
         self._running = ExitStack()
 
     def __enter__(self) -> Self:
         assert self not in _active, "this PeakMeter is already running"
         with ExitStack() as stack:
             if self._rises is not None:
-                self._rises.restart()
+                self._rises.start()
+                stack.callback(self._rises.stop)
                 stack.enter_context(observed(self._rises))
             else:
                 stack.enter_context(_Watch(self._ledger))
@@ -217,6 +222,9 @@ class _Ledger:
             self._peaks[name] = max(self._peaks.get(name, 0), live)
 
 
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
 class _Watch(TorchDispatchMode):
     """Shows a ledger every storage that an operation makes or resizes."""
 
@@ -234,13 +242,13 @@ class _Watch(TorchDispatchMode):
         # A wrapper (DTensor) unwraps itself first; its local operations then come by here.
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
-        if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(
-            args[0], FakeTensor
-        ):
+        if func is _WAIT and isinstance(args[0], FakeTensor):
             # Real waiting returns its argument; the fake one would make a second tensor.
             return args[0]
         result = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((args, kwargs))}
+        given = {storage._cdata for storage in _storages(args)}
+        if kwargs:
+            given.update(storage._cdata for storage in _storages(kwargs))
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             if storage._cdata in given:
@@ -267,24 +275,52 @@ def _resizes_seen(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[N
         torch.UntypedStorage.resize_ = plain
 
 
+def _leaves(tree: Any) -> list[Any]:
+    """What an operation takes or returns, flat: tensors come bare, in lists, tuples and dicts.
+
+    Runs twice for every operation while a meter is on; torch's own pytree took half of its cost.
+    """
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return [tree]
+    leaves = []
+    for item in tree:
+        if isinstance(item, (list, tuple, dict)):
+            leaves += _leaves(item)
+        else:
+            leaves.append(item)
+    return leaves
+
+
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    for leaf in tree_leaves(tree):
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        if is_traceable_wrapper_subclass(leaf):
-            yield from _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
-        elif leaf.layout is torch.strided:
-            yield leaf
+    for leaf in _leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield from _plain(leaf)
 
 
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    for tensor in _tensors(tree):
-        yield tensor.untyped_storage()
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.UntypedStorage):
+    for leaf in _leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            for tensor in _plain(leaf):
+                yield tensor.untyped_storage()
+        elif isinstance(leaf, torch.UntypedStorage):
             yield leaf
         elif isinstance(leaf, torch.TypedStorage):
             yield leaf._untyped_storage
+
+
+_BARE = (torch.Tensor, torch.nn.Parameter)
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with memory of their own that `tensor` is, or wraps."""
+    # Most tensors are of these two types: a look that spares the slow question.
+    if type(tensor) not in _BARE and is_traceable_wrapper_subclass(tensor):
+        # A wrapper may list other things too (DTensor: its mesh).
+        yield from _tensors([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
+    elif tensor.layout is torch.strided:
+        yield tensor
 
 
 def _larger(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
@@ -340,10 +376,14 @@ class ScopeRises:
         self._lifetime: dict[str, int] = {}
         self._before = 0
 
-    def restart(self) -> None:
+    def start(self) -> None:
         self._frames = [_Frame(OTHER)]
         self.allocator.restart()
         self._before = self.allocator.allocated()
+
+    def stop(self) -> None:
+        self._close_stretch()
+        self._frames = []
 
     def entered(self, name: str) -> None:
         self._close_stretch()
@@ -362,12 +402,15 @@ class ScopeRises:
 
     def reset(self) -> None:
         self._lifetime = self.lifetime_peaks()
+        self._peaks = dict.fromkeys(self._peaks, 0)
         for frame in self._frames:
             frame.peak = frame.bytes
-        self._peaks = {frame.name: frame.bytes for frame in self._frames}
+            self._peaks[frame.name] = max(self._peaks[frame.name], frame.bytes)
         self._peaks[TOTAL] = self._before
 
     def _close_stretch(self) -> None:
+        if not self._frames:
+            return
         now, top, frame = self.allocator.allocated(), self.allocator.peak(), self._frames[-1]
         self.allocator.restart()
         frame.peak = max(frame.peak, frame.bytes + top - self._before)

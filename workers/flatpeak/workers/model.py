@@ -25,6 +25,7 @@ from flatpeak.workers.dispatch import DispatchOptions, moe_forward
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.parallel import Axis, Groups
 from flatpeak.workers.partition import part
+from flatpeak.workers.recompute_probe import value_needed_in_recompute
 from flatpeak.workers.routers import RouterLoad
 from flatpeak.workers.vocabulary import ring_cross_entropy
 
@@ -41,8 +42,8 @@ class ExpertsContext:
     options: DispatchOptions
     load: RouterLoad
     layer: int
+    value_needed_in_recompute: bool
     sink: GradientSink | None = None
-    value_needed_in_recompute: bool = True
 
 
 def experts_forward(
@@ -97,7 +98,8 @@ class VocabularyHead(nn.Module):
             # A tied weight's gradient goes on through autograd to the embedding it shares.
             grad_sink=None if self.tied else self.sink,
         )
-        self.output = nll.view(hidden.shape[:-1])
+        # A copy of N numbers: FSDP2 hangs its hooks on what a module returns, and warns of views.
+        self.output = nll.view(hidden.shape[:-1]).clone()
         return self.output
 
 
@@ -163,7 +165,7 @@ class ShardedModel:
         return nll
 
 
-def _decoder(model: PreTrainedModel) -> nn.Module:
+def _decoder(model: PreTrainedModel) -> Any:
     decoder = model.base_model
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or model.lm_head is None:
         raise InputError(
@@ -202,21 +204,23 @@ def _cut_head(model: PreTrainedModel, axis: Axis) -> VocabularyHead:
 
 
 def _shard_dense(model: PreTrainedModel, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
-    decoder: Any = _decoder(model)
+    decoder = _decoder(model)
     head = model.lm_head
 
-    def shard(module: Any, **options: Any) -> None:
-        fully_shard(module, mesh=mesh, ignored_params=ignored, **options)
+    # Every parameter is computed with in the dtype that it has; gradients are summed in fp32.
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    def shard(module: Any) -> None:
+        fully_shard(module, mesh=mesh, ignored_params=ignored, mp_policy=policy)
 
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    # FSDP2 reduces a group in one dtype, and its default policy would round a router kept in fp32.
-    exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+    # A group of FSDP2 has one dtype, so a router kept in fp32 needs a group of its own.
     for layer in decoder.layers:
         if len(dtypes) > 1:
             for module in layer.modules():
                 own = [p for p in module.parameters(recurse=False) if p not in ignored]
                 if own and all(p.dtype == torch.float32 for p in own):
-                    shard(module, mp_policy=exact)
+                    shard(module)
         shard(layer)
     # The root's own group would stay gathered after a forward pass and ignore refreshed weights, so
     # every parameter belongs to a group below it; tied weights must share one.
@@ -313,7 +317,7 @@ def shard_model(
 
     Collective over the world. `mesh` has one dimension of W ranks.
     """
-    _decoder(model)
+    value_needed = value_needed_in_recompute(model, _decoder(model).layers)
     attention.check_attention(model.config, groups.sequence.degree)
     attention.register()
     model.set_attn_implementation(attention.ATTENTION_NAME)
@@ -336,7 +340,13 @@ def shard_model(
     load = RouterLoad(layers=len(layers), experts=total, device=device)
     contexts = []
     for index, (_, experts) in enumerate(layers):
-        context = ExpertsContext(axis=groups.expert, options=dispatch, load=load, layer=index)
+        context = ExpertsContext(
+            axis=groups.expert,
+            options=dispatch,
+            load=load,
+            layer=index,
+            value_needed_in_recompute=value_needed,
+        )
         cast(Any, experts).flatpeak_experts = context
         contexts.append(context)
     sequence = attention.SequenceContext(group=groups.sequence.group, degree=groups.sequence.degree)

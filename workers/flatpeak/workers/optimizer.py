@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from flatpeak.workers.arena import SUFFIX, Arena, remove_stale
+from torch import Tensor
+
+from flatpeak.workers.arena import SUFFIX, Arena, Frame, remove_stale
 from flatpeak.workers.buckets import Bucket, BucketIndex, Range, Shard, cut_buckets
 from flatpeak.workers.errors import CheckpointError, InputError, RunFailed
 from flatpeak.workers.gradients import GradientStream, clipping_factor, global_norm
-from torch import Tensor
 
 # Elements of a block and thread: the seven fp32 arrays of an update then stay in a core's cache.
 # Also torch's own grain: fewer elements are never split over threads.
@@ -53,53 +54,55 @@ def update_bucket(
     """
     bucket = arena.bucket(i)
     old, new, gradient = arena.frame(i), arena.begin_update(i), arena.gradient(i)
-    for block in _blocks(bucket.size):
-        master = new.master[block]
-        if bucket.rule == "bias":
-            torch.add(old.master[block], gradient[block], alpha=-settings.lr_bias, out=master)
-            new.exp_avg[block].copy_(old.exp_avg[block])
-            new.exp_avg_sq[block].copy_(old.exp_avg_sq[block])
-        else:
-            _adamw(
-                *(old.master[block], old.exp_avg[block], old.exp_avg_sq[block]),
-                gradient[block] if clip_factor == 1.0 else gradient[block] * clip_factor,
-                *(master, new.exp_avg[block], new.exp_avg_sq[block]),
-                updates=arena.updates(i) + 1,
-                lr=lr,
-                decay=settings.weight_decay if bucket.decay else 0.0,
-                settings=settings,
-            )
-        if new.weights is not new.master:
-            new.weights[block].copy_(master)
+    if bucket.rule == "bias":
+        torch.add(old.master, gradient, alpha=-settings.lr_bias, out=new.master)
+        new.exp_avg.copy_(old.exp_avg)
+        new.exp_avg_sq.copy_(old.exp_avg_sq)
+        new.weights.copy_(new.master)
+    else:
+        _adamw(
+            old,
+            new,
+            gradient,
+            updates=arena.updates(i) + 1,
+            lr=lr,
+            clip_factor=clip_factor,
+            decay=settings.weight_decay if bucket.decay else 0.0,
+            settings=settings,
+        )
     arena.commit_update(i, step)
 
 
 def _adamw(
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    old: Frame,
+    new: Frame,
     gradient: Tensor,
-    new_master: Tensor,
-    new_exp_avg: Tensor,
-    new_exp_avg_sq: Tensor,
     *,
     updates: int,
     lr: float,
+    clip_factor: float,
     decay: float,
     settings: AdamW,
 ) -> None:
     beta1, beta2 = settings.betas
-    torch.mul(master, 1 - lr * decay, out=new_master)
-    torch.lerp(exp_avg, gradient, 1 - beta1, out=new_exp_avg)
-    torch.mul(exp_avg_sq, beta2, out=new_exp_avg_sq)
-    new_exp_avg_sq.addcmul_(gradient, gradient, value=1 - beta2)
-    denominator = new_exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**updates)).add_(settings.eps)
-    new_master.addcdiv_(new_exp_avg, denominator, value=-lr / (1 - beta1**updates))
-
-
-def _blocks(size: int) -> Iterator[slice]:
+    step_size = lr / (1 - beta1**updates)
+    correction = math.sqrt(1 - beta2**updates)
     block = _BLOCK * torch.get_num_threads()
-    return (slice(start, min(start + block, size)) for start in range(0, size, block))
+    arrays = (*old.state, gradient, *new.state, new.weights)
+    # One scratch for all blocks: fresh ones cost more in page faults than the arithmetic.
+    scratch = torch.empty(2, min(block, gradient.numel()))
+    for p, m, v, g, new_p, new_m, new_v, weights in zip(
+        *(array.split(block) for array in arrays), strict=True
+    ):
+        scaled, denominator = scratch[:, : g.numel()]
+        g = torch.mul(g, clip_factor, out=scaled)
+        torch.mul(p, 1 - lr * decay, out=new_p)
+        torch.lerp(m, g, 1 - beta1, out=new_m)
+        torch.mul(v, beta2, out=new_v).addcmul_(g, g, value=1 - beta2)
+        torch.sqrt(new_v, out=denominator).div_(correction).add_(settings.eps)
+        new_p.addcdiv_(new_m, denominator, value=-step_size)
+        if new.weights is not new.master:
+            weights.copy_(new_p)
 
 
 @dataclass
@@ -146,10 +149,7 @@ class OptimizerCore:
         Moments that are not given stay as they are: zero in a fresh arena. Weights follow their
         master. Between steps only: it changes the current version in place.
         """
-        for piece in self._index.pieces(held.name, held.start, held.stop):
-            frame = self.arena.frame(piece.bucket.index)
-            inner = slice(piece.offset, piece.offset + piece.stop - piece.start)
-            outer = slice(piece.start - held.start, piece.stop - held.start)
+        for frame, inner, outer in self._places(held):
             frame.master[inner].copy_(master[outer])
             frame.weights[inner].copy_(frame.master[inner])
             for moment, values in ((frame.exp_avg, exp_avg), (frame.exp_avg_sq, exp_avg_sq)):
@@ -162,10 +162,9 @@ class OptimizerCore:
         Their `GradientStream.finish` must have returned 0: what was not written would load as 0.
         """
         for bucket in self.buckets:
-            gradient, offset = self.arena.gradient(bucket.index), 0
-            for held in bucket.ranges:
-                self.load(held, gradient[offset : offset + held.size])
-                offset += held.size
+            frame = self.arena.frame(bucket.index)
+            frame.master.copy_(self.arena.gradient(bucket.index))
+            frame.weights.copy_(frame.master)
 
     @property
     def updates(self) -> int:
@@ -175,24 +174,25 @@ class OptimizerCore:
     def read(self, held: Range) -> tuple[Tensor, Tensor, Tensor]:
         """A copy of master, exp_avg and exp_avg_sq, each [held.size], of elements `held`."""
         copies = torch.empty(held.size), torch.empty(held.size), torch.empty(held.size)
-        for piece in self._index.pieces(held.name, held.start, held.stop):
-            frame = self.arena.frame(piece.bucket.index)
-            inner = slice(piece.offset, piece.offset + piece.stop - piece.start)
-            outer = slice(piece.start - held.start, piece.stop - held.start)
+        for frame, inner, outer in self._places(held):
             for copy, part in zip(copies, frame.state, strict=True):
                 copy[outer] = part[inner]
         return copies
 
     def holds(self, held: Range, weights: Tensor) -> bool:
-        """Whether elements `held` have these weights [held.size], bit for bit."""
+        """Whether the weights of elements `held` are `weights` [held.size], on any device."""
+        return all(
+            torch.equal(frame.weights[inner], weights[outer].cpu())
+            for frame, inner, outer in self._places(held)
+        )
+
+    def _places(self, held: Range) -> Iterator[tuple[Frame, slice, slice]]:
+        """Where the elements of `held` lie: (frame, place there, place within `held`)."""
         for piece in self._index.pieces(held.name, held.start, held.stop):
-            inner = slice(piece.offset, piece.offset + piece.stop - piece.start)
-            mine = self.arena.weights(piece.bucket.index)[inner]
-            if not torch.equal(
-                mine, weights[piece.start - held.start : piece.stop - held.start].cpu()
-            ):
-                return False
-        return True
+            size = piece.stop - piece.start
+            start = piece.start - held.start
+            frame = self.arena.frame(piece.bucket.index)
+            yield frame, slice(piece.offset, piece.offset + size), slice(start, start + size)
 
     def commit_load(self, step: int, *, updates: int | None = None) -> None:
         """Let all buckets be version `step`, after `updates` updates (default: `step`)."""

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from flatpeak.workers.batches import SampleSource
 from flatpeak.workers.buckets import Range
@@ -92,11 +94,21 @@ class PlainTrainer:
         ).loss
 
 
+_ATTENTION_NAME = "flatpeak_plain"
+
+
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    with scope("attention"):
+        return sdpa_attention_forward(*args, **kwargs)
+
+
 def plain_model(spec: "Spec") -> PreTrainedModel:
     """The job's model in fp32, whole, with the job's initial weights."""
+    AttentionInterface.register(_ATTENTION_NAME, _attention)
+    AttentionMaskInterface.register(_ATTENTION_NAME, sdpa_mask)
     config = load_config(path=spec.model.path, config=spec.model.config)
     model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="sdpa"
+        config, dtype=torch.float32, attn_implementation=_ATTENTION_NAME
     )
     weights = open_weights(spec)
     with torch.no_grad():

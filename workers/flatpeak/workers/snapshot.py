@@ -22,11 +22,12 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 import torch
+from torch import Tensor
+
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.buckets import Bucket, BucketIndex, Range
 from flatpeak.workers.errors import CheckpointError, RunFailed
 from flatpeak.workers.optimizer import OptimizerCore
-from torch import Tensor
 
 _MANIFEST = "manifest.json"
 _FORMAT = 1

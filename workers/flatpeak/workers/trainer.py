@@ -6,6 +6,7 @@ controller drives it; every rank calls the same methods in the same order.
 
 import math
 import time
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,9 +25,9 @@ from flatpeak.workers.boundaries import CheckpointOffload, slab_bytes
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.checkpoint import build_meta_model, load_config
 from flatpeak.workers.dispatch import DispatchOptions
+from flatpeak.workers.gradients import GradientStream, global_norm
 from flatpeak.workers.memory import PeakMeter
 from flatpeak.workers.model import LocalParameter, ShardedModel, shard_model
-from flatpeak.workers.optimizer import GradientStream, global_norm
 from flatpeak.workers.parallel import Layout, make_groups
 from flatpeak.workers.partition import parts
 from flatpeak.workers.routers import auxiliary_coefficient, watch_routers
@@ -88,7 +89,8 @@ class Trainer:
         self.source: SampleSource
         self._stream: GradientStream
         self._offload: CheckpointOffload
-        self._accumulate = False
+        self._accumulate, self._final = False, True
+        self._reduced: Tensor | None = None
         self._meter = PeakMeter(device=device) if spec.metrics.peaks else None
 
     def build(self) -> tuple[Shard, ...]:
@@ -250,7 +252,7 @@ class Trainer:
             load.finish_counting()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
-            self._accumulate = index > 0
+            self._accumulate, self._final = index > 0, index == len(batches) - 1
             with self._offload:
                 nll = self._run(batch, with_targets=True)
                 assert nll is not None
@@ -262,6 +264,8 @@ class Trainer:
                 total += loss.detach()
                 del nll
                 loss.backward()
+                # The graph's nodes, and what they hold beside tensors, end with the last reference.
+                del loss
         if not self._coefficient:
             load.finish_counting()
         dist.all_reduce(total)
@@ -284,25 +288,45 @@ class Trainer:
         return targets, tokens
 
     def _hook_gradients(self) -> None:
-        local = {id(p.parameter): p for p in self.sharded.parameters if p.parameter is not None}
-
-        def from_fsdp(parameter: nn.Parameter) -> None:
-            grad = parameter.grad
-            assert isinstance(grad, DTensor)
-            parameter.grad = None  # FSDP2 calls this as each layer reduces: free the shard at once
-            self._write(local[id(parameter)], grad._local_tensor)
-
-        def from_operator(parameter: nn.Parameter, grad: Tensor) -> None:
-            self._write(local[id(parameter)], grad)
-
+        # The hooks of a tensor are out of the garbage collector's sight: one that held the trainer
+        # would keep it, its groups and their threads alive for ever.
+        trainer = weakref.proxy(self)
+        self._local = {
+            id(entry.parameter): entry
+            for entry in self.sharded.parameters
+            if entry.parameter is not None
+        }
+        for module in self.sharded.fsdp_modules():
+            module.set_all_reduce_hook(lambda reduced: trainer._keep_reduced(reduced))
         for entry in self.sharded.parameters:
             if isinstance(entry.parameter, DTensor):
-                entry.parameter.register_post_accumulate_grad_hook(from_fsdp)
+                entry.parameter.register_post_accumulate_grad_hook(
+                    lambda parameter: trainer._take_dense(parameter)
+                )
         for context in self.sharded.experts:
-            context.sink = from_operator
+            context.sink = self._take_local
         head = self.sharded.head
         if not head.tied:
-            head.sink = lambda grad: from_operator(head.weight, grad)
+            head.sink = lambda grad: self._take_local(head.weight, grad)
+
+    def _keep_reduced(self, reduced: Tensor) -> None:
+        self._reduced = reduced
+
+    def _take_dense(self, parameter: nn.Parameter) -> None:
+        """Hands on what FSDP2 has just reduced; it calls this layer by layer in backward."""
+        grad = parameter.grad
+        assert isinstance(grad, DTensor)
+        assert self._reduced is not None
+        parameter.grad = None  # free the shard at once
+        # `.grad` is a view of the group's reduced buffer, rounded to the parameter's dtype. The
+        # buffer itself, kept just before, holds the fp32 sums at the same place.
+        rounded = grad._local_tensor
+        exact = self._reduced.as_strided(rounded.shape, rounded.stride(), rounded.storage_offset())
+        self._write(self._local[id(parameter)], exact)
+
+    def _take_local(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        """Hands on the fp32 gradient of experts or of the head."""
+        self._write(self._local[id(parameter)], grad)
 
     def _write(self, parameter: LocalParameter, grad: Tensor) -> None:
         """Hands the part of a local gradient that this rank owns to its buckets."""
@@ -313,19 +337,22 @@ class Trainer:
         own = grad.reshape(-1)[
             parameter.own_start - parameter.start : parameter.own_stop - parameter.start
         ]
-        self._stream.write(parameter.name, parameter.own_start, own, accumulate=self._accumulate)
+        self._stream.write(
+            parameter.name, parameter.own_start, own, accumulate=self._accumulate, final=self._final
+        )
 
     def _finish_gradients(self) -> float:
         if self.spec.train.router_bias_update_rate:
             self._write_router_biases()
         self._stream.finish()
+        self._reduced = None
         return global_norm(self._stream.squared_norm())
 
     def _write_router_biases(self) -> None:
         layer_of = {
             name.rsplit(".", 1)[0]: index for index, name in enumerate(self.sharded.moe_names)
         }
-        self._accumulate = False
+        self._accumulate, self._final = False, True
         for parameter in self.sharded.parameters:
             if parameter.rule == "bias":
                 block = parameter.name.rsplit(".", 2)[0]

@@ -8,11 +8,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from flatpeak.workers.errors import CheckpointError, InputError, SpecError
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from flatpeak.workers.errors import CheckpointError, InputError, SpecError
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ACCEPTED_OLD_KEYS = ("rope_theta", "rope_scaling", "torch_dtype")

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flatpeak.workers.errors import CheckpointError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from flatpeak.workers.errors import CheckpointError
 
 _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _LISTED = 8

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from flatpeak.workers.checkpoint.model import is_experts, tied_names
-from flatpeak.workers.errors import CheckpointError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from flatpeak.workers.checkpoint.model import is_experts, tied_names
+from flatpeak.workers.errors import CheckpointError
 
 
 class RandomInit:

@@ -3,9 +3,10 @@
 import re
 
 import torch
-from flatpeak.workers.errors import SpecError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from flatpeak.workers.errors import SpecError
 
 
 def build_meta_model(config: PreTrainedConfig) -> PreTrainedModel:

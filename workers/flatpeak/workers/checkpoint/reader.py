@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
 from flatpeak.workers.checkpoint.files import SafetensorsFiles, some
 from flatpeak.workers.checkpoint.model import tied_names
 from flatpeak.workers.checkpoint.sources import Source, convert, find_sources, published_tensors
 from flatpeak.workers.errors import CheckpointError
-from torch import Tensor
-from transformers import PreTrainedModel
 
 
 class CheckpointReader:

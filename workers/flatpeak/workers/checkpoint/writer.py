@@ -13,8 +13,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from flatpeak.workers.checkpoint.model import build_meta_model, tied_names
-from flatpeak.workers.errors import CheckpointError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -24,6 +22,9 @@ from transformers.core_model_loading import (
     apply_converters,
     revert_weight_conversion,
 )
+
+from flatpeak.workers.checkpoint.model import build_meta_model, tied_names
+from flatpeak.workers.errors import CheckpointError
 
 MAX_SHARD_BYTES = 4 * 2**30
 _TOKENIZER_FILES = (

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+
 from flatpeak.workers.errors import WaitTimeout
 
 logger = logging.getLogger(__name__)

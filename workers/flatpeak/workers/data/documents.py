@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from flatpeak.workers.data.sources import Kind, Source, reading
-from flatpeak.workers.errors import DataError
 from pyarrow import json as arrow_json
 from pyarrow import parquet, types
+
+from flatpeak.workers.data.sources import Kind, Source, reading
+from flatpeak.workers.errors import DataError
 
 _SNIFF_BYTES = 8192
 _TEXT_BYTES = 8 << 20

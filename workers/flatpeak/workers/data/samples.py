@@ -18,6 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
+
 from flatpeak.workers.data.corpus import FORMAT, Corpus, open_corpus
 from flatpeak.workers.data.documents import Documents, document_bounds, read_documents
 from flatpeak.workers.data.order import permute

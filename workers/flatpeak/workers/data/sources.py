@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 
 import pyarrow as pa
+
 from flatpeak.workers.errors import DataError
 
 # Left out of the default corpus: tests, and what some distributions package separately, so that

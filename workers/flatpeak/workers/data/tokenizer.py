@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+
 from flatpeak.workers.data.documents import Documents, document_bounds
 from flatpeak.workers.data.sources import listing
 from flatpeak.workers.errors import DataError

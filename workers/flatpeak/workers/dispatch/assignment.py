@@ -4,6 +4,7 @@ A plan is a pure function of the gathered counts, in integers, so every rank der
 without another exchange.
 """
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 
 import torch
+
 from flatpeak.workers.dispatch.options import DispatchOptions
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.partition import parts
@@ -108,7 +110,8 @@ def plan_least_loaded(
     `counts` [E_p, E]: routes of each source rank to each expert. A rank is overloaded above
     `capacity_factor` times the mean load. No rank gets more than `max_foreign` foreign experts, and
     no piece that moves has fewer than `min_chunk` routes, or an eighth of the capacity if that is
-    less. Loads stay below the capacity plus one such piece wherever `max_foreign` allows.
+    less. No helper ends above the capacity by a whole piece; an owner stays above it only where
+    `max_foreign` or the least piece forbids the move.
 
     Raises `InputError` for a capacity factor below 1, where not all routes find a place.
     """
@@ -123,42 +126,34 @@ def plan_least_loaded(
     piece = max(1, min(min_chunk, capacity // 8))
     slots = [max_foreign] * native.ranks
 
-    segments = list(native.segments)
-    for expert in sorted(range(native.experts), key=lambda e: (-_routes(segments[e]), e)):
-        if not segments[expert]:
+    shares = [dict(pieces) for pieces in native.segments]
+    owners = [rank for rank, owned in enumerate(native.natives) for _ in owned]
+    heaviest = [(-loaded[owners[e]], e) for e, loaded in enumerate(shares) if loaded]
+    heapq.heapify(heaviest)
+    while heaviest:
+        kept, expert = heapq.heappop(heaviest)
+        owner, share = owners[expert], shares[expert]
+        overflow = min(loads[owner] - capacity, -kept)
+        helper = _least_loaded(loads, slots, share)
+        if overflow < piece or helper is None or loads[helper] >= capacity:
             continue
-        ((owner, total),) = segments[expert]
-        overflow = min(max(loads[owner] - capacity, 0), total)
-        given = _spill(overflow, owner, loads, slots, capacity=capacity, piece=piece)
-        given[owner] = total - sum(given.values())
-        segments[expert] = tuple((rank, n) for rank, n in sorted(given.items()) if n)
+        taken = min(overflow, max(capacity - loads[helper], piece))
+        slots[helper] -= helper not in share
+        share[helper] = share.get(helper, 0) + taken
+        share[owner] -= taken
+        loads[helper] += taken
+        loads[owner] -= taken
+        # What this helper could not take waits its turn: it may stay native once others moved.
+        if share[owner]:
+            heapq.heappush(heaviest, (-share[owner], expert))
+    segments = (tuple((rank, n) for rank, n in sorted(share.items()) if n) for share in shares)
     return DispatchPlan(native.ranks, tuple(segments))
 
 
-def _routes(pieces: tuple[tuple[int, int], ...]) -> int:
-    return sum(routes for _, routes in pieces)
-
-
-def _spill(
-    overflow: int, owner: int, loads: list[int], slots: list[int], *, capacity: int, piece: int
-) -> dict[int, int]:
-    """Give `overflow` routes of one expert away; what finds no taker stays with the owner.
-
-    Each helper is asked once, so that none holds one expert in two pieces.
-    """
-    given: dict[int, int] = {}
-    for helper in sorted(range(len(loads)), key=lambda rank: (loads[rank], rank)):
-        room = capacity - loads[helper]
-        if overflow < piece or room <= 0:
-            break
-        if helper == owner or not slots[helper]:
-            continue
-        given[helper] = taken = min(overflow, max(room, piece))
-        slots[helper] -= 1
-        loads[helper] += taken
-        loads[owner] -= taken
-        overflow -= taken
-    return given
+def _least_loaded(loads: list[int], slots: list[int], share: dict[int, int]) -> int | None:
+    """The rank with the lowest load among those that hold the expert or may take one more."""
+    able = (rank for rank in range(len(loads)) if slots[rank] or rank in share)
+    return min(able, key=lambda rank: (loads[rank], rank), default=None)
 
 
 def plan_dispatch(counts: Counts, options: DispatchOptions) -> DispatchPlan:

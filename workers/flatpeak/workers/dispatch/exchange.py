@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
 from flatpeak.workers.dispatch.routing import Group
 
 

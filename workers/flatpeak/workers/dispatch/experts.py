@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from flatpeak.workers.errors import InputError
 from torch import nn
+
+from flatpeak.workers.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ their gradients travel back once, after the last, to be added in fp32 by the nat
 from collections.abc import Sequence
 
 import torch
+
 from flatpeak.workers.dispatch.exchange import exchange
 from flatpeak.workers.dispatch.experts import Tensors
 from flatpeak.workers.dispatch.routing import Group, Routing

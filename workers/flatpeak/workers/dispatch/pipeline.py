@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
 from flatpeak.workers.dispatch.exchange import Arriving
 from flatpeak.workers.dispatch.experts import (
     ExpertLayout,
@@ -27,8 +30,6 @@ from flatpeak.workers.errors import InputError
 from flatpeak.workers.partition import part
 from flatpeak.workers.recompute import is_recomputing
 from flatpeak.workers.scopes import scope
-from torch import nn
-from torch.autograd.function import once_differentiable
 
 GradSink = Callable[[nn.Parameter, torch.Tensor], None]
 
@@ -63,6 +64,12 @@ def moe_forward(
     """
     layer = _Layer(read_layout(experts), experts, group, options, grad_sink, routing)
     layer.check_slices()
+    if expert_weights.shape != expert_ids.shape or len(hidden) != len(expert_ids):
+        raise InputError(
+            f"hidden {tuple(hidden.shape)}, expert_ids {tuple(expert_ids.shape)} and "
+            f"expert_weights {tuple(expert_weights.shape)} do not belong together: pass "
+            "[N, H], [N, k] and [N, k]"
+        )
     skip = is_recomputing() and not value_needed_in_recompute
     return _Dispatch.apply(layer, skip, hidden, expert_ids, expert_weights, *layer.parameters)  # type: ignore[return-value]
 
@@ -219,6 +226,7 @@ class _Pass:
         self.weights = expert_weights
         self.parameters = parameters
         self.labels = routing.label(expert_ids)
+        self.owners = routing.owners(hidden.device)
         self.migration = Migration(routing, layer.group)
         self.held = self.migration.bring_weights(parameters, hidden.dtype)
 
@@ -291,7 +299,7 @@ class _Pass:
 
     def _send(self, chunk: Chunk, values: list[torch.Tensor]) -> _Landing:
         labels, weights = self.labels[chunk.tokens], self.weights[chunk.tokens]
-        journey = Journey(labels, self.routing, chunk, self.group)
+        journey = Journey(self.owners[labels.long()], self.routing, chunk, self.group)
         packed = journey.send(pack(labels, weights))
         parts = [value[chunk.tokens] for value in values]
         sent = [(own, journey.send(own)) for own in parts]

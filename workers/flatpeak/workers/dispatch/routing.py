@@ -13,11 +13,15 @@ from math import ceil
 
 import torch
 import torch.distributed as dist
+
 from flatpeak.workers.dispatch.assignment import Counts, DispatchPlan, plan_dispatch
 from flatpeak.workers.dispatch.options import DispatchOptions
 from flatpeak.workers.errors import InputError
 
 Group = dist.ProcessGroup | None
+
+# Labels are kept for the layer and travel with every row: two bytes hold any sensible layer.
+LABEL = torch.int16
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,11 @@ class Routing:
         return self.plan.first_instance[self.rank + 1] - self.first_instance
 
     def label(self, expert_ids: torch.Tensor) -> torch.Tensor:
-        """The instance that computes each route, [N, k] int32."""
+        """The instance that computes each route, [N, k] of `LABEL`."""
         flat = expert_ids.flatten()
         instances, routes = zip(*self.splits, strict=True) if self.splits else ((), ())
         by_expert = torch.repeat_interleave(
-            torch.tensor(instances, dtype=torch.int32, device=flat.device),
+            torch.tensor(instances, dtype=LABEL, device=flat.device),
             torch.tensor(routes, dtype=torch.long, device=flat.device),
             output_size=flat.numel(),
         )
@@ -64,9 +68,11 @@ class Routing:
         order = torch.argsort(flat, stable=True)
         return torch.empty_like(by_expert).scatter_(0, order, by_expert).view(expert_ids.shape)
 
-    def rank_of(self, labels: torch.Tensor) -> torch.Tensor:
-        """The rank that holds each instance, int64."""
-        return _rank_of(self.plan, labels)
+    def owners(self, device: torch.device) -> torch.Tensor:
+        """The rank that holds each instance, [instances] int64."""
+        bounds = enumerate(pairwise(self.plan.first_instance))
+        ranks = [rank for rank, (start, stop) in bounds for _ in range(start, stop)]
+        return torch.tensor(ranks, device=device)
 
 
 @dataclass(frozen=True)
@@ -98,8 +104,8 @@ def make_routing(
     """
     rank = 0 if group is None else dist.get_rank(group)
 
-    def chunk_tables(plan: DispatchPlan, splits: "Splits", cut: _Cut) -> torch.Tensor:
-        return _gather(_chunk_table(expert_ids, plan, splits[rank], cut, rank), group)
+    def chunk_tables(plan: DispatchPlan, counts: Counts, cut: _Cut) -> torch.Tensor:
+        return _gather(_chunk_table(expert_ids, plan, counts, cut, rank), group)
 
     summaries = _gather(_summary(expert_ids, experts), group)
     return _route(summaries, chunk_tables, rank=rank, experts=experts, options=options)
@@ -113,10 +119,9 @@ def assumed_routing(
     Needs no process group, and real tensors: leave fake-tensor mode for this call.
     """
 
-    def chunk_tables(plan: DispatchPlan, splits: "Splits", cut: _Cut) -> torch.Tensor:
+    def chunk_tables(plan: DispatchPlan, counts: Counts, cut: _Cut) -> torch.Tensor:
         tables = [
-            _chunk_table(ids, plan, splits[source], cut, source)
-            for source, ids in enumerate(expert_ids)
+            _chunk_table(ids, plan, counts, cut, source) for source, ids in enumerate(expert_ids)
         ]
         return torch.stack(tables)
 
@@ -124,8 +129,7 @@ def assumed_routing(
     return _route(summaries, chunk_tables, rank=rank, experts=experts, options=options)
 
 
-Splits = list[list[tuple[int, int]]]
-ChunkTables = Callable[[DispatchPlan, Splits, _Cut], torch.Tensor]
+ChunkTables = Callable[[DispatchPlan, Counts, _Cut], torch.Tensor]
 
 
 def _route(
@@ -138,17 +142,19 @@ def _route(
 ) -> Routing:
     counts, tokens = _read_summaries(summaries.tolist(), experts)
     plan = plan_dispatch(counts, options)
-    splits = [plan.splits(counts, source) for source in range(plan.ranks)]
+    instances, most = plan.first_instance[-1], torch.iinfo(LABEL).max
+    assert instances <= most, f"{instances} experts, foreign ones counted, of at most {most}"
     cut = _first_cut(max(tokens), options)
     while True:
-        table = chunk_tables(plan, splits, cut)
-        rows = table[:, :, : plan.ranks].contiguous()
-        worst = int(rows.sum(0).amax())
-        if options.receive_rows is None or worst <= options.receive_rows:
+        table = chunk_tables(plan, counts, cut)
+        if options.receive_rows is None:
+            break
+        worst = int(table[:, :, : plan.ranks].sum(0).amax())
+        if worst <= options.receive_rows:
             break
         cut = _cut_further(cut, worst, max(tokens), plan.ranks, options.receive_rows)
     chunks = _read_chunks(table, plan, cut, rank)
-    return Routing(rank, plan, tuple(splits[rank]), chunks)
+    return Routing(rank, plan, tuple(plan.splits(counts, rank)), chunks)
 
 
 def _first_cut(tokens: int, options: DispatchOptions) -> _Cut:
@@ -192,19 +198,21 @@ def _read_summaries(summaries: list[list[int]], experts: int) -> tuple[Counts, l
 def _chunk_table(
     expert_ids: torch.Tensor,
     plan: DispatchPlan,
-    splits: Sequence[tuple[int, int]],
+    counts: Counts,
     cut: _Cut,
     rank: int,
 ) -> torch.Tensor:
     """[chunks, ranks + instances] int64: rows to each other rank, routes to each instance."""
-    labels = Routing(rank, plan, tuple(splits), ()).label(expert_ids)
-    return torch.stack(
-        [_table_row(labels[cut.tokens(chunk, rank)], plan, rank) for chunk in range(cut.chunks)]
-    )
+    routing = Routing(rank, plan, tuple(plan.splits(counts, rank)), ())
+    labels = routing.label(expert_ids)
+    owners = routing.owners(labels.device)
+    chunks = (labels[cut.tokens(chunk, rank)] for chunk in range(cut.chunks))
+    return torch.stack([_table_row(chunk, owners, routing) for chunk in chunks])
 
 
-def _table_row(labels: torch.Tensor, plan: DispatchPlan, rank: int) -> torch.Tensor:
-    rows = visits(_rank_of(plan, labels), plan.ranks, rank).sum(0)
+def _table_row(labels: torch.Tensor, owners: torch.Tensor, routing: Routing) -> torch.Tensor:
+    plan = routing.plan
+    rows = visits(owners[labels.long()], plan.ranks, routing.rank).sum(0)
     routes = rows.new_zeros(plan.first_instance[-1])
     flat = labels.flatten().long()
     return torch.cat([rows, routes.scatter_add_(0, flat, torch.ones_like(flat))])
@@ -216,12 +224,6 @@ def visits(ranks_of: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
     travels.scatter_(1, ranks_of, True)
     travels[:, rank] = False
     return travels
-
-
-def _rank_of(plan: DispatchPlan, labels: torch.Tensor) -> torch.Tensor:
-    held = [stop - start for start, stop in pairwise(plan.first_instance)]
-    owners = [rank for rank, count in enumerate(held) for _ in range(count)]
-    return torch.tensor(owners, device=labels.device)[labels.long()]
 
 
 def _read_chunks(

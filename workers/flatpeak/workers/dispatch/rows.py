@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
 from flatpeak.workers.dispatch.exchange import Arriving, exchange
-from flatpeak.workers.dispatch.routing import Chunk, Group, Routing, visits
+from flatpeak.workers.dispatch.routing import LABEL, Chunk, Group, Routing, visits
+
+# Enough rows for a matrix product at full speed; more would only cost memory. Under skew one expert
+# may get every row of a chunk.
+BLOCK_ROUTES = 1024
 
 
 class Rows:
@@ -57,22 +62,27 @@ def blocks(labels: torch.Tensor, routing: Routing, chunk: Chunk) -> Iterator[Blo
     for instance, (own, landed) in enumerate(
         zip(chunk.own_routes, chunk.landed_routes, strict=True)
     ):
-        if own + landed:
-            routes = order[start : start + own + landed]
-            yield Block(instance, own, routes, routes // labels.shape[1])
+        for done in range(0, own + landed, BLOCK_ROUTES):
+            size = min(BLOCK_ROUTES, own + landed - done)
+            routes = order[start + done : start + done + size]
+            of_own = min(max(own - done, 0), size)
+            yield Block(instance, of_own, routes, routes // labels.shape[1])
         start += own + landed
 
 
 class Journey:
     """The rows of one chunk that leave this rank, and the way back for what comes of them."""
 
-    def __init__(self, labels: torch.Tensor, routing: Routing, chunk: Chunk, group: Group) -> None:
+    def __init__(
+        self, ranks_of: torch.Tensor, routing: Routing, chunk: Chunk, group: Group
+    ) -> None:
+        """`ranks_of` [n, k]: the rank that computes each route of the chunk's own tokens."""
         self._chunk = chunk
         self._group = group
-        travels = visits(routing.rank_of(labels), routing.plan.ranks, routing.rank)
+        travels = visits(ranks_of, routing.plan.ranks, routing.rank)
         # Stable, so rows to one rank keep the order of their tokens.
         order = torch.argsort(~travels.T.flatten(), stable=True)[: sum(chunk.send)]
-        self._tokens = order % max(1, len(labels))
+        self._tokens = order % max(1, len(ranks_of))
 
     def send(self, values: torch.Tensor) -> Arriving:
         """Dispatch the chunk's travelling rows of `values` [n, ...]."""
@@ -102,7 +112,7 @@ def pack(labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    width = like.shape[1] * torch.int32.itemsize
+    width = like.shape[1] * LABEL.itemsize
     halves = (packed[:, :width], packed[:, width:])
     labels, weights = (half.clone(memory_format=torch.contiguous_format) for half in halves)
-    return labels.view(torch.int32), weights.view(like.dtype)
+    return labels.view(LABEL), weights.view(like.dtype)

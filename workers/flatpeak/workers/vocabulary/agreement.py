@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
 from flatpeak.workers.errors import DataError, InputError
 from flatpeak.workers.partition import part
 from flatpeak.workers.vocabulary.ring import Ring
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCHEDULES = ("auto", "weights", "activations")

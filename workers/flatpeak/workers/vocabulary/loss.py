@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
 from flatpeak.kernels.vocabulary_strip import accumulate_, merge_, strip_residual, strip_state
 from flatpeak.workers.partition import parts
 from flatpeak.workers.scopes import scope
 from flatpeak.workers.vocabulary.agreement import check_facts, gather_facts
 from flatpeak.workers.vocabulary.ring import Carry, Ring, tour
 from flatpeak.workers.vocabulary.tiles import Tiles, choose_tiles, spans, weights_move
-from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
 GradSink = Callable[[Tensor], None]
 
@@ -37,8 +38,7 @@ def ring_cross_entropy(
     """Negative log likelihood of each own token under the whole sharded vocabulary.
 
     Every rank of `group` calls this with its own tokens (their number may differ and may be 0) and
-    then runs backward, both as one collective. No tensor of tokens x vocabulary
-    elements is ever made.
+    then runs backward, both as one collective. No tensor of tokens x vocabulary elements is made.
 
     Args:
         hidden: [N, H], float32, bfloat16 or float16.
@@ -47,7 +47,8 @@ def ring_cross_entropy(
             head weight; may be empty.
         group: the P ranks that share the head weight, or None for one rank and no collectives.
         ignore_index: such tokens have zero loss and zero gradient.
-        token_tile: tokens in a strip of logits; None chooses by bytes.
+        token_tile: side of a strip of logits, and rows of a piece on tour: scales the memory this
+            takes beside its inputs and gradients. None chooses by bytes.
         schedule: which tensor tours the ring: "weights", "activations", or "auto" for the smaller.
         grad_sink: receives the finished fp32 weight gradient [V_r, H] once, in backward; autograd
             then gets none. Without it autograd gets the gradient in the weight's dtype.

@@ -24,26 +24,24 @@ def choose_tiles(
 ) -> Tiles:
     """Tiles for at most `tokens` tokens and `shard_rows` vocabulary rows on any rank.
 
-    A strip takes an eighth of the bytes of an fp32 weight shard, within fixed bounds. It is square
-    where the sizes allow: each pass over it reads and writes accumulators of both its sides, so
-    that a square has the least of that traffic for its bytes.
+    A strip is square, since each pass over it reads and writes accumulators of both its sides and a
+    square has the least of that traffic for its bytes. Its side is `token_tile`; by default an
+    fp32 strip takes an eighth of the bytes of a weight shard, within fixed bounds. Where there are
+    fewer tokens than that, the strip is up to four times as wide.
     """
     shard_bytes = shard_rows * width * FP32_BYTES
     strip_bytes = min(max(shard_bytes // 8, SMALLEST_STRIP_BYTES), LARGEST_STRIP_BYTES)
-    elements = strip_bytes // FP32_BYTES
-    side = isqrt(elements) // ALIGNMENT * ALIGNMENT
-    if token_tile is None:
-        token_tile = min(side, tokens)
-    token_tile = max(token_tile, 1)
-    # With few tokens a wider strip, but not so wide that its rows of the weight grow large.
-    columns = max(min(elements // token_tile, 4 * side) // ALIGNMENT, 1) * ALIGNMENT
-    return Tiles(tokens=token_tile, vocabulary=max(min(columns, shard_rows), 1))
+    side = token_tile or isqrt(strip_bytes // FP32_BYTES) // ALIGNMENT * ALIGNMENT
+    tokens = max(min(side, tokens), 1)
+    columns = side * min(side // tokens, 4)
+    return Tiles(tokens=tokens, vocabulary=max(min(columns, shard_rows), 1))
 
 
 def weights_move(schedule: str, *, tokens: int, vocab_size: int, ranks: int) -> bool:
     """Whether weight shards tour the ring (else activations do): what is fewer bytes moves."""
     if schedule == "auto":
-        return tokens * ranks > vocab_size
+        # Alone nothing travels, and activations need no fp32 gradient of all tokens at once.
+        return ranks > 1 and tokens * ranks > vocab_size
     return schedule == "weights"
 
 

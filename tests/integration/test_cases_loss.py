@@ -1,0 +1,278 @@
+"""Loss and batches: what is ignored, packed, cut into microbatches, tied, or never made at all."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from flatpeak.controller.spec import Spec
+from flatpeak.workers.checkpoint import export_checkpoint, load_config
+from flatpeak.workers.memory import PeakMeter
+from flatpeak.workers.partition import part
+from flatpeak.workers.plain import PlainTrainer
+from flatpeak.workers.vocabulary import ring_cross_entropy
+from local_run import (
+    VOCABULARY,
+    LocalRun,
+    Rows,
+    default_source,
+    documents_alone,
+    furthest,
+    job,
+    make_sample,
+    train_locally,
+    train_plainly,
+)
+from ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+QUIET = {"peaks": False}
+ONE_STEP = {"steps": 1, "sequences_per_step": 2, "sequence_length": 16}
+ONE_LAYER = {"num_hidden_layers": 1, "output_router_logits": False}
+
+
+# A chunk and a tile are 16 tokens and a rank holds 128 (or all 256) of them; the vocabulary and the
+# experts are wide, so that what grows with all of its tokens stands out.
+WIDE_VOCABULARY, WIDE_EXPERTS, LONG = 1000, 64, 256
+
+
+def long_job(layout: tuple[int, ...]) -> Spec:
+    return job(
+        "qwen3_moe",
+        layout,
+        model={"vocab_size": WIDE_VOCABULARY, "moe_intermediate_size": WIDE_EXPERTS},
+        train={"steps": 1, "sequences_per_step": 1, "sequence_length": LONG},
+        memory={
+            "dispatch": {"tokens_per_chunk": 16, "min_chunk": 1},
+            "vocabulary": {"token_tile": 16},
+        },
+    )
+
+
+def elements(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (2, 2, 2, 2)], ids=["one rank", "two ranks"])
+def test_no_tensor_of_all_logits_and_no_expert_buffer_of_the_sequence_is_made(
+    layout: tuple[int, ...], tmp_path: Path
+):
+    local_tokens = LONG // layout[0]
+    logits, routes = local_tokens * WIDE_VOCABULARY // layout[3], local_tokens * 2 * WIDE_EXPERTS
+    largest = train_locally(long_job(layout), tmp_path).results[0].largest
+    assert max(elements(shape) for shape in largest.values()) < logits / 2
+    assert elements(largest["dispatch"]) < routes / 2
+    assert elements(largest["vocabulary"]) < logits / 2
+
+
+def test_a_plain_trainer_makes_both_which_the_measure_sees():
+    spec = long_job((1, 1, 1, 1))
+    plain = PlainTrainer(spec, default_source(spec))
+    with PeakMeter(device=torch.device("cpu")) as meter:
+        plain.backward(1)
+        largest = meter.largest_tensors()
+    assert elements(largest["vocabulary"]) >= LONG * WIDE_VOCABULARY
+
+
+def graph_nodes_alive_at_each_forward(rank: int, spec: Spec, folder: str) -> list[int]:
+    run, alive = LocalRun(rank, spec, folder), []
+
+    def look(*_: object) -> None:
+        backward = torch.autograd.function.BackwardCFunction
+        alive.append(sum(issubclass(type(thing), backward) for thing in gc.get_objects()))
+
+    run.trainer.sharded.model.register_forward_pre_hook(look)
+    gc.collect()
+    gc.disable()  # what only the collector would free counts as alive
+    try:
+        run.train()
+    finally:
+        gc.enable()
+    return alive
+
+
+def test_nothing_of_a_loss_graph_is_alive_when_the_next_forward_starts(tmp_path: Path):
+    spec = job(
+        "qwen3_moe",
+        (2, 1, 2, 2),
+        train={"steps": 2, "microbatches": 2, "sequence_length": 16},
+        metrics=QUIET,
+    )
+    for alive in run_ranks(2, graph_nodes_alive_at_each_forward, spec, str(tmp_path)):
+        # Two steps of two microbatches, each preceded by a pass that counts routes.
+        assert alive == [0] * 8
+
+
+def test_a_rank_with_ignored_labels_alone_changes_nothing(tmp_path: Path):
+    rows = Rows([make_sample(0, [16]), make_sample(1, [16], ignored=True)])
+    spec = job("qwen3_moe", (2, 1, 2, 2), model=ONE_LAYER, train=ONE_STEP, metrics=QUIET)
+    outcome = train_locally(spec, tmp_path, source=rows)
+    alone = documents_alone(spec, [rows.sample(0)])
+    assert outcome.losses == pytest.approx(alone.losses, abs=1e-6)
+    assert furthest(outcome.gradients, alone.gradients) < 1e-5
+    assert outcome.results[0].targets == 15
+
+
+def test_a_step_with_ignored_labels_alone_is_skipped_and_the_next_one_goes_on(tmp_path: Path):
+    rows = Rows([make_sample(n, [16], ignored=n < 2) for n in range(4)])
+    train = ONE_STEP | {"steps": 2, "router_aux_loss_coef": 0.0}
+    spec = job("qwen3_moe", (2, 1, 2, 2), model=ONE_LAYER, train=train, metrics=QUIET)
+    outcome = train_locally(spec, tmp_path, source=rows)
+    first, second = outcome.results
+    assert (first.loss, first.grad_norm, first.targets, first.usable) == (0.0, 0.0, 0, False)
+    assert outcome.skipped_steps == 1
+    assert second.usable
+    # The second step starts from the weights that the first one left as they were.
+    alone = documents_alone(spec, [rows.sample(2), rows.sample(3)])
+    assert second.loss == pytest.approx(alone.losses[0], abs=1e-6)
+    assert furthest(outcome.last_gradients, alone.gradients) < 1e-5
+
+
+LENGTHS = list(range(3, 18))
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (3, 1, 1, 3)], ids=["one rank", "three ranks"])
+def test_rows_of_any_length_are_the_same_as_one_batch_and_accumulated(
+    layout: tuple[int, ...], tmp_path: Path
+):
+    rows = [make_sample(n, [n]) for n in LENGTHS]
+    train = {
+        "steps": 1,
+        "sequences_per_step": len(LENGTHS),
+        "sequence_length": max(LENGTHS),
+        "microbatches": len(LENGTHS) // layout[0],
+    }
+    spec = job("qwen3_moe", layout, model=ONE_LAYER, train=train, metrics=QUIET)
+    accumulated = train_locally(spec, tmp_path, source=Rows(rows))
+    alone = documents_alone(spec, rows)
+    assert accumulated.losses == pytest.approx(alone.losses, abs=1e-6)
+    assert furthest(accumulated.gradients, alone.gradients) < 1e-5
+
+
+def test_rows_of_any_length_packed_into_one_are_the_same_batch(tmp_path: Path):
+    row = make_sample(0, LENGTHS)
+    train = {"steps": 1, "sequences_per_step": 1, "sequence_length": sum(LENGTHS)}
+    spec = job("qwen3_moe", (2, 2, 2, 2), model=ONE_LAYER, train=train, metrics=QUIET)
+    packed = train_locally(spec, tmp_path, source=Rows([row]))
+    alone = documents_alone(spec, [row])
+    assert packed.losses == pytest.approx(alone.losses, abs=1e-6)
+    assert furthest(packed.gradients, alone.gradients) < 1e-5
+
+
+def ring_loss_and_gradients(
+    rank: int, world: int, hidden: Tensor, targets: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Every rank has some of the tokens, and its rows of the head."""
+    tokens = slice(*part(len(hidden), world, rank))
+    x = hidden[tokens].clone().requires_grad_()
+    shard = weight[slice(*part(len(weight), world, rank))].clone().requires_grad_()
+    nll = ring_cross_entropy(
+        x, targets[tokens], shard, group=dist.group.WORLD, vocab_size=len(weight), token_tile=4
+    )
+    nll.sum().backward()
+    assert x.grad is not None
+    assert shard.grad is not None
+    return nll.detach(), x.grad, shard.grad
+
+
+DENSE = (torch.float32, torch.float64)
+
+
+def dense_loss_and_gradients(
+    hidden: Tensor, targets: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    nll = F.cross_entropy(x @ w.T, targets, reduction="none", ignore_index=-100)
+    nll.sum().backward()
+    assert x.grad is not None
+    assert w.grad is not None
+    return nll.detach(), x.grad, w.grad
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_a_real_vocabulary_that_no_group_divides_is_as_exact_as_dense(world: int):
+    generator = torch.Generator().manual_seed(world)
+    hidden = torch.randn(11, 8, generator=generator)
+    weight = torch.randn(50_257, 8, generator=generator)
+    targets = torch.randint(50_257, (11,), generator=generator)
+    targets[:3] = torch.tensor([0, 50_256, -100])
+    ours = run_ranks(world, ring_loss_and_gradients, world, hidden, targets, weight)
+    single, exact = (dense_loss_and_gradients(hidden.to(d), targets, weight.to(d)) for d in DENSE)
+    for found, rounded, wanted in zip(zip(*ours, strict=True), single, exact, strict=True):
+        error, allowed = ((x - wanted).norm() for x in (torch.cat(found), rounded))
+        assert error <= 1.5 * allowed + 1e-7 * wanted.norm()
+
+
+def test_an_export_has_the_true_rows_of_a_vocabulary_that_does_not_divide(tmp_path: Path):
+    model, train = ONE_LAYER | {"vocab_size": 50}, {"steps": 1, "sequences_per_step": 3}
+    spec = job("qwen3_moe", (3, 1, 3, 3), model=model, train=train, metrics=QUIET)
+    samples = Rows([make_sample(n, [32], vocab=50) for n in range(6)])
+    outcome = train_locally(spec, tmp_path, source=samples)
+    config = load_config(path=None, config=spec.model.config)
+    shapes = {
+        name: parameter.shape
+        for name, parameter in PlainTrainer(spec, samples).model.named_parameters()
+    }
+    tensors = {name: outcome.parameters[name].view(shape) for name, shape in shapes.items()}
+    export_checkpoint(tmp_path / "export", config, tensors.items())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    assert loaded.get_input_embeddings().weight.shape == (50, 16)
+    assert loaded.lm_head.weight.shape == (50, 16)
+    assert all(torch.equal(loaded.get_parameter(n), t) for n, t in tensors.items())
+
+
+GRID = [(4, D, E_p, P) for D in (1, 2, 4) for E_p in (1, 2, 4) for P in (1, 2, 4)]
+
+
+def losses_of(rank: int, specs: list[Spec], folder: str, source: Rows) -> list[float]:
+    """One process group for the whole grid: to start ranks costs more than to train a step."""
+    found = []
+    for spec in specs:
+        found += LocalRun(rank, spec, folder, source=source).train().losses
+    return found
+
+
+def test_the_loss_is_the_same_for_every_layout_of_a_grid(tmp_path: Path):
+    rows = Rows([make_sample(n, [5, 3]) for n in range(4)])
+    train = {"steps": 1, "sequences_per_step": 4, "sequence_length": 8}
+    specs = [job("qwen3_moe", x, model=ONE_LAYER, train=train, metrics=QUIET) for x in GRID]
+    wanted = documents_alone(specs[0], rows.rows).losses[0]
+    losses = run_ranks(4, losses_of, specs, str(tmp_path), rows)[0]
+    assert losses == pytest.approx([wanted] * len(GRID), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "layout", [(1, 1, 1, 1), (2, 1, 2, 2), (4, 2, 2, 4)], ids=lambda x: "W{} D{} E{} P{}".format(*x)
+)
+def test_tied_embeddings_get_the_gradient_of_both_their_uses(
+    layout: tuple[int, ...], tmp_path: Path
+):
+    spec = job(
+        "qwen3_moe",
+        layout,
+        model={"tie_word_embeddings": True},
+        train={"steps": 3, "sequence_length": 16},
+        metrics=QUIET,
+    )
+    outcome, plain = train_locally(spec, tmp_path), train_plainly(spec)
+    assert "lm_head.weight" not in outcome.parameters
+    assert outcome.losses == pytest.approx(plain.losses, abs=1e-5)
+    assert furthest(outcome.gradients, plain.gradients) < 1e-5
+    assert furthest(outcome.parameters, plain.parameters) < 1e-4
+
+
+def test_untied_embeddings_stay_apart(tmp_path: Path):
+    outcome = train_locally(
+        job("qwen3_moe", (2, 1, 2, 2), train={"steps": 1}, metrics=QUIET), tmp_path
+    )
+    embedding, head = (
+        outcome.gradients[name] for name in ("model.embed_tokens.weight", "lm_head.weight")
+    )
+    assert len(embedding) == len(head) == VOCABULARY * 16
+    assert not torch.equal(embedding, head)
