@@ -99,6 +99,10 @@ def _drive(spec: Spec, token: str, follower: "_Follower", signals: StopSignals) 
                 _follow(spec, token, follower, signals)
     except SystemExit:  # SIGTERM while Ray was starting: it had taken the signal over
         raise KeyboardInterrupt from None
+    except ClusterError:
+        if signals.count:  # Ray did not start, but nobody waits for it any more
+            raise KeyboardInterrupt from None
+        raise
     finally:
         remove_arenas(spec.cluster.shm_dir, spec.run, token)
     if not follower.finished:
