@@ -20,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-_RANK_TIMEOUT_S = 100.0
+_RANK_TIMEOUT_S = 150.0
 
 
 def _serve(pipe: Any, paths: list[str]) -> None:
