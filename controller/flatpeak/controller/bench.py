@@ -43,7 +43,7 @@ class BenchReport:
 def run_bench(name: str, options: Sequence[str], *, start: Path | None = None) -> BenchReport:
     """Run the bench `name` of the checkout around `start` (the working directory by default).
 
-    `options` are command line words like `--world 4`. Raises InputError when there is no such bench
+    `options` are command line words like `--ranks 4`. Raises InputError when there is no such bench
     or option; what the bench itself raises passes through.
     """
     root = find_checkout(start or Path.cwd())

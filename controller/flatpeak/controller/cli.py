@@ -159,7 +159,7 @@ def bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Module in tests/benchmarks.")],
     as_json: Json = False,
 ) -> None:
-    """Run a benchmark of a source checkout; more options are its own, like --world 4."""
+    """Run a benchmark of a source checkout; more options are its own, like --ranks 4."""
     from flatpeak.controller.bench import run_bench
     from flatpeak.controller.runs import to_json
 

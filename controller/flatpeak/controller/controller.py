@@ -27,14 +27,14 @@ from flatpeak.controller.placement import (
     start_workers,
     sweep_nodes,
 )
-from flatpeak.controller.runs import Event, RunEvent, StepRecord
+from flatpeak.controller.runs import TOTAL, Event, RunEvent, StepRecord
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.waiting import Interrupted, collect
 from flatpeak.workers.actors import log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
 from flatpeak.workers.data import sample_ids
-from flatpeak.workers.errors import RunFailed
+from flatpeak.workers.errors import DoesNotFit, RunFailed
 from flatpeak.workers.optimizer import clipping_factor
 from flatpeak.workers.snapshot import (
     SnapshotReader,
@@ -84,14 +84,15 @@ class Controller:
 
     def run(self) -> Iterator[Event]:
         """Trains to the last step; yields what happens as it happens."""
+        end = "finished"
         try:
             try:
                 yield from self._start()
                 yield from self._train()
             except Interrupted:
-                yield event("interrupted", step=self._committed)
+                end = "interrupted"
             yield from self._keep_committed()
-            yield event("finished", step=self._committed)
+            yield event(end, step=self._committed)
         except Exception:
             log.exception("the run failed")
             yield from self._keep_what_can_be()
@@ -179,6 +180,7 @@ class Controller:
             results = list(self._results.values())
             for result in results:
                 largest = _larger_shapes(largest, result.largest)
+            self._check_budget()
             rate = lr(step, train=self.spec.train)
             self._updates, self._updating = self._update(results[0], rate), step
             yield self._record(results, rate, time.perf_counter() - began)
@@ -187,6 +189,20 @@ class Controller:
                 self._begin_snapshot(step)
         if largest:
             yield event("largest_tensors", shapes=largest)
+
+    def _check_budget(self) -> None:
+        budget = self.spec.memory.device_budget_bytes
+        for who, result in self._results.items():
+            if budget is not None and result.peaks.get(TOTAL, 0) > budget:
+                parts = {name: held for name, held in result.peaks.items() if name != TOTAL}
+                worst = max(parts, key=lambda name: parts[name])
+                raise DoesNotFit(
+                    f"{who} reached {result.peaks[TOTAL]:,} bytes in step {result.step}, above "
+                    f"memory.device_budget_bytes = {budget:,}; its largest part is {worst} with "
+                    f"{parts[worst]:,}. Lower memory.dispatch.tokens_per_chunk or "
+                    "memory.vocabulary.token_tile, use more microbatches or workers, or raise the "
+                    "budget"
+                )
 
     def _update(self, result: StepResult, rate: float) -> dict[str, Any]:
         factor = None
@@ -200,7 +216,6 @@ class Controller:
     def _record(self, results: list[StepResult], rate: float, seconds: float) -> StepRecord:
         first = results[0]
         ids = sample_ids(first.step - 1, self.spec.train.sequences_per_step)
-        budget = self.spec.memory.device_budget_bytes
         return StepRecord(
             step=first.step,
             loss=first.loss,
@@ -210,7 +225,7 @@ class Controller:
             tokens_per_s=first.tokens / seconds,
             step_seconds=seconds,
             peak_bytes=_largest_of([result.peaks for result in results]),
-            budget_bytes=None if budget == "auto" else budget,
+            budget_bytes=self.spec.memory.device_budget_bytes,
             skipped=not first.usable,
             first_sample=ids[0],
             last_sample=ids[-1],

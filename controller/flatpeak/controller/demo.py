@@ -94,6 +94,10 @@ def main() -> None:
     console.print("Measuring a plain trainer on the same samples ...")
     rows = compare(summary, measure_plain(spec, source))
     console.print(_table(rows))
+    console.print(
+        "Optimizer state and gradients are in host memory. Attention holds the head shards that "
+        "the ranks of a sequence gather from each other, which a plain trainer does not have."
+    )
     losses = [event.loss for event in events if isinstance(event, StepRecord)][-_LAST_STEPS:]
     console.print(
         f"Loss {sum(losses) / len(losses):.3f} over the last {len(losses)} steps; the "

@@ -7,6 +7,7 @@ and no arena.
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -24,7 +25,8 @@ from flatpeak.controller.waiting import describe
 from flatpeak.workers import checkpoint
 from flatpeak.workers.arena import sweep_stale
 from flatpeak.workers.data import open_samples
-from flatpeak.workers.errors import ClusterError, FlatpeakError
+from flatpeak.workers.errors import ClusterError, FlatpeakError, SpecError
+from flatpeak.workers.snapshot import SnapshotReader, find_latest
 from flatpeak.workers.weights import open_weights
 
 _POLL_S = 0.25
@@ -36,6 +38,7 @@ def resolve(spec: Spec) -> Spec:
 
     Raises the error of the first thing that cannot work: model, degrees, checkpoint, machine, data.
     """
+    _check_steps_left(spec)
     config = checkpoint.load_config(path=spec.model.path, config=spec.model.config)
     experts, heads = checkpoint.num_experts(config), checkpoint.attention_heads(config)
     vocab_size = checkpoint.vocab_size(config)
@@ -62,6 +65,19 @@ def resolve(spec: Spec) -> Spec:
         cache_dir=data.cache_dir,
     )
     return resolved
+
+
+def _check_steps_left(spec: Spec) -> None:
+    folder = Path(spec.runs_dir).expanduser() / spec.run
+    if not spec.resume or (snapshot := find_latest(folder)) is None:
+        return
+    with SnapshotReader(snapshot) as reader:
+        done = reader.step
+    if done >= spec.train.steps:
+        raise SpecError(
+            f"run {spec.run} has done {done} steps and train.steps = {spec.train.steps}: nothing "
+            f"is left to do; set train.steps above {done}, like --set train.steps={2 * done}"
+        )
 
 
 def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
@@ -121,7 +137,7 @@ class _Follower:
     @property
     def finished(self) -> bool:
         """Whether the run came to its last step."""
-        return "finished" in self._kinds and "interrupted" not in self._kinds
+        return "finished" in self._kinds
 
     def __call__(self, event: Event) -> None:
         self.folder.record(event)

@@ -83,10 +83,13 @@ def reserve_workers(spec: Spec, device: str) -> Iterator[PlacementGroup]:
         yield group
         if time.monotonic() > deadline:
             state = placement_group_table(group).get("stats", {}).get("scheduling_state", "unknown")
+            available = ray.available_resources()
+            free = {name: available.get(name, 0.0) for name in bundle}
             raise ClusterError(
                 f"{spec.cluster.workers} workers with {bundle} each were not placed within "
                 f"cluster.start_timeout_s = {spec.cluster.start_timeout_s:g} s (Ray says {state}); "
-                f"free now: {ray.available_resources()}"
+                f"free in the whole cluster: {free}. Wait for other jobs to end, lower "
+                "cluster.workers, or set cluster.address to local to start a Ray here"
             )
 
 

@@ -213,8 +213,8 @@ class MemorySpec(Section):
     """Where the inputs of checkpointed layers are kept."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Bounds of the optimizer's staging."""
-    device_budget_bytes: Count | Auto = "auto"
-    """What a worker may use of its device; auto takes what is free at launch."""
+    device_budget_bytes: Count | None = None
+    """A step whose measured peak is above it ends the run; null sets no limit."""
 
 
 class SnapshotsSpec(Section):

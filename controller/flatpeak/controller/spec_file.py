@@ -60,7 +60,7 @@ def dump_spec(spec: Spec) -> str:
 def starter_yaml() -> str:
     """A complete job file with every setting, its default and its documentation."""
     header = [
-        "# A Flatpeak job. Check it with `flatpeak plan`, start it with `flatpeak train`.",
+        "# A Flatpeak job. Start it with `flatpeak train`.",
         "# Each line above a setting says what rises or falls with it.",
     ]
     return "\n".join([*header, *_starter_lines(Spec, path="", depth=0)]) + "\n"

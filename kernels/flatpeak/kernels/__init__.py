@@ -1,1 +1,1 @@
-"""Triton kernels, one folder an operator, each beside its plain torch reference."""
+"""The inner loops of the operators, one folder an operator, as plain torch references."""
