@@ -27,6 +27,12 @@ from flatpeak.controller.placement import (
     start_workers,
     sweep_nodes,
 )
+from flatpeak.controller.resume import (
+    check_parameters,
+    parameter_sizes,
+    snapshot_meta,
+    snapshot_to_resume,
+)
 from flatpeak.controller.runs import TOTAL, Event, RunEvent, StepRecord
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec
@@ -39,7 +45,6 @@ from flatpeak.workers.optimizer import clipping_factor
 from flatpeak.workers.snapshot import (
     SnapshotReader,
     commit_manifest,
-    find_latest,
     keep_last,
     snapshot_folder,
 )
@@ -75,6 +80,7 @@ class Controller:
         self._updating = 0  # the step that `_updates` apply
         self._committed = 0
         self._saved = 0
+        self._sizes: dict[str, int] = {}
         self._snapshot: tuple[int, dict[str, Any]] | None = None
         self._results: dict[str, StepResult] = {}
 
@@ -136,9 +142,11 @@ class Controller:
     def _fill_arenas(
         self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]
     ) -> Iterator[Event]:
-        snapshot = self._snapshot_to_resume()
+        self._sizes = parameter_sizes(held for bucket in buckets for held in bucket.ranges)
+        snapshot = snapshot_to_resume(self.spec, self.folder)
         if snapshot is not None:
             with SnapshotReader(snapshot) as reader:
+                check_parameters(reader, self._sizes)
                 self._committed = self._updating = self._saved = reader.step
             yield event("resumed", snapshot=str(snapshot), step=self._committed)
         refs = {}
@@ -159,9 +167,6 @@ class Controller:
     def _arena_path(self, index: int) -> str:
         name = arena_name(self.spec.run, self._token, index)
         return str(Path(self.spec.cluster.shm_dir) / name)
-
-    def _snapshot_to_resume(self) -> Path | None:
-        return find_latest(self.folder) if self.spec.resume else None
 
     # Train
 
@@ -246,7 +251,7 @@ class Controller:
         timeout = self.spec.cluster.step_timeout_s
         parts = collect(refs, what=f"snapshot of step {step}", timeout_s=timeout)
         folder = snapshot_folder(self.folder, step)
-        meta = {"run": self.spec.run, "train": self.spec.train.model_dump()}
+        meta = snapshot_meta(self.spec, self._sizes)
         commit_manifest(folder, step=step, parts=list(parts.values()), meta=meta)
         keep_last(self.folder, self.spec.snapshots.keep)
         self._saved = step

@@ -18,6 +18,7 @@ from ray.exceptions import ActorAlreadyExistsError, RayError
 from flatpeak.controller.cluster import NAMESPACE, check_cluster, connected
 from flatpeak.controller.controller import Controller
 from flatpeak.controller.leftovers import remove_arenas
+from flatpeak.controller.resume import snapshot_to_resume
 from flatpeak.controller.runs import Event, RunEvent, RunFolder, StepRecord, Summary
 from flatpeak.controller.signals import StopSignals
 from flatpeak.controller.spec import Spec, check_against_model, resolve_parallel
@@ -25,8 +26,8 @@ from flatpeak.controller.waiting import describe
 from flatpeak.workers import checkpoint
 from flatpeak.workers.arena import sweep_stale
 from flatpeak.workers.data import open_samples
-from flatpeak.workers.errors import ClusterError, FlatpeakError, SpecError
-from flatpeak.workers.snapshot import SnapshotReader, find_latest
+from flatpeak.workers.errors import ClusterError, FlatpeakError
+from flatpeak.workers.support import check_supported
 from flatpeak.workers.weights import open_weights
 
 _POLL_S = 0.25
@@ -38,7 +39,7 @@ def resolve(spec: Spec) -> Spec:
 
     Raises the error of the first thing that cannot work: model, degrees, checkpoint, machine, data.
     """
-    _check_steps_left(spec)
+    snapshot_to_resume(spec, Path(spec.runs_dir).expanduser() / spec.run)
     config = checkpoint.load_config(path=spec.model.path, config=spec.model.config)
     experts, heads = checkpoint.num_experts(config), checkpoint.attention_heads(config)
     vocab_size = checkpoint.vocab_size(config)
@@ -50,8 +51,9 @@ def resolve(spec: Spec) -> Spec:
         vocab_size=vocab_size,
         key_value_heads=checkpoint.kv_heads(config),
     )
-    open_weights(resolved)
     model = checkpoint.build_meta_model(config)
+    check_supported(model)
+    open_weights(resolved)
     check_cluster(resolved, parameters=sum(weight.numel() for weight in model.parameters()))
     data = resolved.data
     open_samples(
@@ -65,19 +67,6 @@ def resolve(spec: Spec) -> Spec:
         cache_dir=data.cache_dir,
     )
     return resolved
-
-
-def _check_steps_left(spec: Spec) -> None:
-    folder = Path(spec.runs_dir).expanduser() / spec.run
-    if not spec.resume or (snapshot := find_latest(folder)) is None:
-        return
-    with SnapshotReader(snapshot) as reader:
-        done = reader.step
-    if done >= spec.train.steps:
-        raise SpecError(
-            f"run {spec.run} has done {done} steps and train.steps = {spec.train.steps}: nothing "
-            f"is left to do; set train.steps above {done}, like --set train.steps={2 * done}"
-        )
 
 
 def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:

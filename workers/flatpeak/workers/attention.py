@@ -39,8 +39,7 @@ class SequenceContext:
     boundaries: list[tuple[int, ...]] = field(default_factory=list)
 
 
-def check_attention(config: Any, degree: int) -> None:
-    """Refuses what this attention cannot do exactly."""
+def check_degree(config: Any, degree: int) -> None:
     heads = config.num_attention_heads
     if heads % degree:
         legal = [d for d in range(1, heads + 1) if heads % d == 0]
@@ -48,11 +47,13 @@ def check_attention(config: Any, degree: int) -> None:
             f"parallel.sequence = {degree} must divide the model's {heads} attention heads; "
             f"legal values: {legal}"
         )
-    if getattr(config, "attention_dropout", 0.0):
-        raise InputError(
-            f"attention_dropout = {config.attention_dropout} is not supported: recomputation must "
-            "repeat the forward pass; set model.config.attention_dropout to 0"
-        )
+
+
+@dataclass(frozen=True)
+class Window:
+    """What our mask function gives for a sliding window: most keys a query sees, no tensor."""
+
+    keys: int
 
 
 def bind(model: nn.Module, context: SequenceContext) -> None:
@@ -172,14 +173,17 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Window | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [B, h, s, d] to ([B, s, h, d_v], no weights)."""
-    if attention_mask is not None or dropout:
+    if isinstance(attention_mask, Window):
+        # Some families say it here alone, others to the attention function too.
+        sliding_window = sliding_window or attention_mask.keys
+    elif attention_mask is not None or dropout:
         raise InputError(
             "attention takes neither a padding mask nor dropout: pack documents instead"
         )
@@ -203,12 +207,16 @@ def attention_forward(
         return heads_to_sequence(out, context).transpose(1, 2).contiguous(), None
 
 
-def _no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+def _mask(
+    *args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any
+) -> Tensor | Window | None:
     # Without a mask function of the same name transformers would drop a padding mask silently;
     # handed through, `attention_forward` refuses it.
+    if attention_mask is None and local_size is not None:
+        return Window(local_size)
     return attention_mask
 
 
 def register() -> None:
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+    AttentionMaskInterface.register(ATTENTION_NAME, _mask)

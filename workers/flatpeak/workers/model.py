@@ -27,10 +27,10 @@ from flatpeak.workers.parallel import Axis, Groups
 from flatpeak.workers.partition import part
 from flatpeak.workers.recompute_probe import value_needed_in_recompute
 from flatpeak.workers.routers import RouterLoad
+from flatpeak.workers.support import ROUTER_BIAS, check_supported, decoder_of
 from flatpeak.workers.vocabulary import ring_cross_entropy
 
 EXPERTS_NAME = "flatpeak"
-ROUTER_BIAS = "e_score_correction_bias"
 GradientSink = Callable[[nn.Parameter, Tensor], None]
 
 
@@ -165,15 +165,6 @@ class ShardedModel:
         return nll
 
 
-def _decoder(model: PreTrainedModel) -> Any:
-    decoder = model.base_model
-    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or model.lm_head is None:
-        raise InputError(
-            f"{type(model).__name__} is not a causal decoder with `layers` and `lm_head`"
-        )
-    return decoder
-
-
 def _cut_experts(model: PreTrainedModel, axis: Axis) -> dict[str, tuple[int, int]]:
     """Keeps this rank's experts of every layer. Returns rows [start, stop) by parameter name."""
     rows = {}
@@ -181,10 +172,6 @@ def _cut_experts(model: PreTrainedModel, axis: Axis) -> dict[str, tuple[int, int
         total: int = cast(Any, experts).num_experts
         start, stop = part(total, axis.degree, axis.index)
         for name, parameter in list(experts.named_parameters(recurse=False)):
-            if parameter.shape[0] != total:
-                raise InputError(
-                    f"{prefix}.{name} has no expert dimension: {tuple(parameter.shape)}"
-                )
             setattr(experts, name, nn.Parameter(parameter.detach()[start:stop].clone()))
             rows[f"{prefix}.{name}"] = (start, stop)
     return rows
@@ -192,8 +179,6 @@ def _cut_experts(model: PreTrainedModel, axis: Axis) -> dict[str, tuple[int, int
 
 def _cut_head(model: PreTrainedModel, axis: Axis) -> VocabularyHead:
     weight, tied = model.lm_head.weight, model.lm_head.weight is model.get_input_embeddings().weight
-    if model.lm_head.bias is not None:
-        raise InputError(f"{type(model).__name__} has a head with a bias, which is not supported")
     vocab_size = weight.shape[0]
     start, stop = part(vocab_size, axis.degree, axis.index)
     if not tied:
@@ -204,7 +189,7 @@ def _cut_head(model: PreTrainedModel, axis: Axis) -> VocabularyHead:
 
 
 def _shard_dense(model: PreTrainedModel, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
-    decoder = _decoder(model)
+    decoder = decoder_of(model)
     head = model.lm_head
 
     # Every parameter is computed with in the dtype that it has; gradients are summed in fp32.
@@ -317,8 +302,9 @@ def shard_model(
 
     Collective over the world. `mesh` has one dimension of W ranks.
     """
-    value_needed = value_needed_in_recompute(model, _decoder(model).layers)
-    attention.check_attention(model.config, groups.sequence.degree)
+    check_supported(model)
+    value_needed = value_needed_in_recompute(model, decoder_of(model).layers)
+    attention.check_degree(model.config, groups.sequence.degree)
     attention.register()
     model.set_attn_implementation(attention.ATTENTION_NAME)
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_forward)

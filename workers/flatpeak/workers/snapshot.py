@@ -131,6 +131,14 @@ def find_latest(run_folder: str | Path, *, verify: bool = False) -> Path | None:
     return None
 
 
+def _is_whole(folder: Path) -> bool:
+    try:
+        SnapshotReader(folder).close()
+    except CheckpointError:
+        return False
+    return True
+
+
 def keep_last(run_folder: str | Path, n: int) -> list[Path]:
     """Remove all but the newest `n` (at least 1) complete snapshots; returns what was removed.
 
@@ -138,7 +146,7 @@ def keep_last(run_folder: str | Path, n: int) -> list[Path]:
     """
     assert n >= 1, f"keep {n} snapshots"
     folders = sorted(_folders(run_folder), reverse=True)
-    complete = [entry for entry in folders if (entry[1] / _MANIFEST).exists()]
+    complete = [entry for entry in folders if _is_whole(entry[1])]
     if not complete:
         return []
     oldest = complete[:n][-1]

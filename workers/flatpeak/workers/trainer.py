@@ -242,6 +242,7 @@ class Trainer:
             )
         )
         targets, tokens = self._global_counts(batches)
+        self._seed(step)
         # The auxiliary loss multiplies means over the whole step, so with several microbatches the
         # routes are counted in a pass of their own before the first backward.
         count_first = bool(self._coefficient) and len(batches) > 1
@@ -250,6 +251,7 @@ class Trainer:
                 for batch in batches:
                     self._run(batch, with_targets=False)
             load.finish_counting()
+            self._seed(step)  # a router with noise must choose the same routes again
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
             self._accumulate, self._final = index > 0, index == len(batches) - 1
@@ -270,6 +272,11 @@ class Trainer:
             load.finish_counting()
         dist.all_reduce(total)
         return total.item(), targets, tokens
+
+    def _seed(self, step: int) -> None:
+        """Makes what a router draws a function of the job, the step and the rank alone."""
+        mixed = (self.spec.train.seed * 1_000_003 + step) * 65_537 + self.rank
+        torch.manual_seed(mixed % 2**63)
 
     def _run(self, batch: Microbatch, *, with_targets: bool) -> Tensor | None:
         self.sharded.sequence.boundaries = batch.boundaries

@@ -100,7 +100,7 @@ def _parse(content: dict[str, Any], *, source: str, error: type[InputError]) -> 
             f"{found} quantised by {quantisation.get('quant_method')}; Flatpeak trains bfloat16, "
             "float16 or float32 weights: dequantise the checkpoint, or drop `quantization_config`"
         )
-    if num_experts(config) == 0:
+    if num_experts(config) <= 0:
         raise error(
             f"{found}, which is not a Mixture-of-Experts model: none of "
             f"{', '.join(_EXPERT_COUNTS)} is set; use an MoE family such as qwen3_moe or mixtral"

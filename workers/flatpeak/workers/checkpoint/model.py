@@ -21,7 +21,15 @@ def build_meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (TypeError, ValueError, KeyError, RuntimeError, AssertionError) as reason:
+    except (
+        ArithmeticError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        LookupError,
+        RuntimeError,
+        AssertionError,
+    ) as reason:
         raise SpecError(
             f"a {config.model_type} of these sizes cannot be built: {reason}"
         ) from reason
