@@ -15,6 +15,7 @@ from flatpeak.workers.data import Sample
 from flatpeak.workers.errors import DataError, SpecError
 from flatpeak.workers.parallel import Axis, Groups, Layout
 from local_run import (
+    VOCABULARY,
     LocalRun,
     Outcome,
     Rows,
@@ -22,10 +23,12 @@ from local_run import (
     furthest,
     job,
     make_sample,
+    tiny_spec,
     train_locally,
     train_plainly,
 )
 from ranks import run_ranks
+from tiny_models import tiny_content
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -160,6 +163,24 @@ def test_a_model_with_a_sliding_window_equals_a_plain_trainer(
         train={"steps": 1, "sequences_per_step": 2, "sequence_length": 16},
         metrics=QUIET,
     )
+    outcome, plain = train_locally(spec, tmp_path, source=rows), train_plainly(spec, source=rows)
+    assert outcome.losses == pytest.approx(plain.losses, abs=1e-5)
+    assert furthest(outcome.gradients, plain.gradients) < 1e-5
+
+
+def test_a_window_that_a_family_puts_in_its_mask_alone_is_kept(tmp_path: Path):
+    rows = Rows([make_sample(n, [13, 3]) for n in range(2)])
+    content = {
+        **tiny_content("qwen3_moe", vocab_size=VOCABULARY),
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 16,
+        "sliding_window": 4,
+        "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "sliding_attention"],
+    }
+    del content["head_dim"]
+    train = {"steps": 1, "sequences_per_step": 2, "sequence_length": 16}
+    spec = tiny_spec(content, train=train, metrics=QUIET)
     outcome, plain = train_locally(spec, tmp_path, source=rows), train_plainly(spec, source=rows)
     assert outcome.losses == pytest.approx(plain.losses, abs=1e-5)
     assert furthest(outcome.gradients, plain.gradients) < 1e-5

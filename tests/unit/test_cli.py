@@ -221,6 +221,16 @@ def test_how_a_run_ends_is_its_exit_code(job_file, monkeypatch, capsys, error, c
     assert ("Traceback" in err) == isinstance(error, ZeroDivisionError)
 
 
+def test_with_json_a_bug_is_an_error_object_too(job_file, monkeypatch, capsys):
+    launched_by(monkeypatch, Launch(ZeroDivisionError("a bug")))
+    assert run_command(["train", job_file, "--json"]) == 4
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1]) == {
+        "error": {"kind": "ZeroDivisionError", "message": "a bug", "exit_code": 4}
+    }
+    assert "Traceback" in err
+
+
 def test_sigterm_unwinds_a_run_like_an_interrupt(job_file, monkeypatch):
     unwound = []
 
@@ -261,6 +271,28 @@ def test_status_tells_the_state_and_progress_of_each_run(in_folder, capsys):
     assert rows[1].rstrip().endswith("rank 3 is gone")
 
 
+@pytest.mark.parametrize("name", ["run.json", "steps.jsonl"])
+@pytest.mark.parametrize("content", [b"", b"[]\n", b"\xff\xfe\x00\n", b'{"color": 1}\n'])
+def test_status_lists_the_others_beside_a_damaged_run(in_folder, capsys, name, content):
+    a_run(in_folder / "runs", "good").record(STEP)
+    damaged = a_run(in_folder / "runs", "damaged")
+    (damaged.path / name).write_bytes(content)
+    readable = name == "steps.jsonl" and not content
+    assert run_command(["status", "--json"]) == 0
+    bad, good = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (good["run"], good["state"], good["step"]) == ("good", "running", 3)
+    assert (bad["run"], bad["state"]) == ("damaged", "running" if readable else "unreadable")
+    assert bad.keys() == good.keys()
+    assert run_command(["status", "damaged"]) == (0 if readable else 2)
+    assert readable or name in capsys.readouterr().err
+
+
+def test_a_runs_dir_that_is_a_file_exits_2(in_folder, capsys):
+    (in_folder / "runs").write_text("")
+    assert run_command(["status"]) == 2
+    assert capsys.readouterr().err.startswith("flatpeak: runs is no directory")
+
+
 def test_status_of_one_run_is_one_object(in_folder, capsys):
     a_run(in_folder / "elsewhere", "a")
     a_run(in_folder / "elsewhere", "b")
@@ -275,6 +307,7 @@ def test_logs_show_the_tail_of_each_actor_or_of_one(in_folder, capsys):
     for actor in ("worker-0", "worker-1"):
         lines = [f"{actor} line {number}\n" for number in range(30)]
         (folder.logs / f"{actor}.log").write_text("".join(lines))
+    (folder.logs / "old.log").mkdir()
     assert run_command(["logs", "a", "--tail", "1"]) == 0
     assert capsys.readouterr().out == (
         "== worker-0\nworker-0 line 29\n== worker-1\nworker-1 line 29\n"

@@ -83,7 +83,7 @@ def test_damaged_snapshots_do_not_push_out_a_whole_one(tmp_path):
 
 def test_a_run_that_would_read_other_samples_is_refused(tmp_path):
     write_snapshot(tmp_path, 6)
-    with pytest.raises(SpecError, match="train.sequences_per_step = 16, but the run was at 8"):
+    with pytest.raises(SpecError, match=r"train\.sequences_per_step = 16, but the run was at 8"):
         snapshot_to_resume(job(tmp_path, sequences_per_step=16), tmp_path / "r")
 
 

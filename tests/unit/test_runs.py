@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from flatpeak.controller.runs import (
@@ -86,7 +87,7 @@ def test_a_new_folder_holds_the_spec_and_the_driver(tmp_path):
     spec = job(tmp_path / "runs" / "deep")
     folder = RunFolder.create(spec)
     assert sorted(path.name for path in folder.path.iterdir()) == [
-        *("events.jsonl", "logs", "run.json", "snapshots", "spec.yaml", "steps.jsonl")
+        *("events.jsonl", "lock", "logs", "run.json", "snapshots", "spec.yaml", "steps.jsonl")
     ]
     assert load_spec(folder.path / "spec.yaml") == spec
     info = folder.info
@@ -139,11 +140,46 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     assert [read.step for read in folder.steps()] == [1]
 
 
-def test_a_broken_line_before_the_last_is_an_error(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"step": 2, "lo', "Invalid JSON"),
+        (b"", "Invalid JSON"),
+        (b"\xff\xfe\x00", "Invalid JSON"),
+        (b"7", "should be an object"),
+        (b'{"step": 2}', "loss: Field required"),
+        (b'{"step": "2", "loss": 1.0}', "step: Input should be a valid integer"),
+    ],
+    ids=["torn", "empty", "binary", "number", "fields missing", "step as text"],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path, line, problem):
     folder = RunFolder.create(job(tmp_path))
-    (folder.path / "steps.jsonl").write_text('{"step": 1, "lo\n{}\n')
-    with pytest.raises(InputError, match=r"steps.jsonl, line 1: not JSON"):
+    folder.record(record(1))
+    path = folder.path / "steps.jsonl"
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    with pytest.raises(InputError, match=rf"steps.jsonl, line 2, is no record: .*{problem}"):
         folder.steps()
+
+
+def test_an_event_that_is_no_record_is_named(tmp_path):
+    folder = RunFolder.create(job(tmp_path))
+    (folder.path / "events.jsonl").write_text('{"kind": "start", "time": 1.0, "color": 1}\n')
+    with pytest.raises(InputError, match=r"events.jsonl, line 1, is no record: color: "):
+        folder.events()
+
+
+def test_a_damaged_line_costs_a_run_only_the_earlier_peaks(tmp_path):
+    from flatpeak.controller.launch import _Follower
+
+    folder = RunFolder.create(job(tmp_path))
+    (folder.path / "steps.jsonl").write_text("7\n")
+    seen = []
+    follower = _Follower(folder, seen.append)
+    follower(record(2))
+    follower.write_peaks()
+    assert pq.read_table(folder.path / "peaks.parquet").column("step").to_pylist() == [2, 2]
+    assert [event.kind for event in seen[1:]] == ["warning"]
+    assert "steps.jsonl, line 1, is no record" in seen[1].detail["text"]
 
 
 def test_a_resumed_run_cuts_the_torn_line_and_its_steps_replace_the_earlier_ones(tmp_path):
@@ -199,6 +235,49 @@ def test_the_name_of_a_live_run_is_refused_with_its_pid_even_for_resume(tmp_path
         )
 
 
+def test_of_two_that_resume_at_once_only_one_gets_the_folder(tmp_path):
+    with RunFolder.create(job(tmp_path)):
+        pass
+    record = (tmp_path / "small" / "run.json").read_text()
+    with RunFolder.create(job(tmp_path, resume=True)) as folder:
+        winner = folder.info
+        # What the other one would see that looked before the winner wrote.
+        (folder.path / "run.json").write_text(record)
+        with pytest.raises(SpecError, match="the run small is going on in process"):
+            RunFolder.create(job(tmp_path, resume=True))
+        folder._write_info(winner)
+    with RunFolder.create(job(tmp_path, resume=True)):
+        pass
+
+
+def test_a_refused_start_keeps_no_lock(tmp_path):
+    with RunFolder.create(job(tmp_path)):
+        pass
+    with pytest.raises(SpecError, match="exists"):
+        RunFolder.create(job(tmp_path))
+    assert RunFolder.create(job(tmp_path, resume=True)).info.alive
+
+
+def test_the_lock_goes_with_a_driver_that_is_killed(tmp_path):
+    code = (
+        "import sys, time; from flatpeak.controller.runs import RunFolder; "
+        "from flatpeak.controller.spec import parse_spec; "
+        "folder = RunFolder.create(parse_spec({'run': 'small', 'runs_dir': sys.argv[1], "
+        "'model': {'path': '/models/x'}})); print('up', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+            with pytest.raises(SpecError, match=f"going on in process {process.pid}"):
+                RunFolder.create(job(tmp_path, resume=True))
+        finally:
+            process.kill()
+    assert RunFolder.create(job(tmp_path, resume=True)).info.alive
+
+
 def test_the_name_of_a_finished_run_is_refused_without_resume(tmp_path):
     with RunFolder.create(job(tmp_path)):
         pass
@@ -212,8 +291,10 @@ def test_the_name_of_a_finished_run_is_refused_without_resume(tmp_path):
 
 
 def test_the_name_of_a_run_whose_driver_died_can_be_resumed(tmp_path, driver):
-    folder = RunFolder.create(job(tmp_path))
+    with RunFolder.create(job(tmp_path)) as folder:
+        pass
     driven_by(folder, driver)
+    hand_to(folder, state="running")
     with pytest.raises(SpecError, match=f"going on in process {driver.pid}"):
         RunFolder.create(job(tmp_path, resume=True))
     driver.kill()
@@ -237,8 +318,9 @@ def test_a_driver_that_nobody_has_reaped_is_gone(driver):
 
 
 def test_a_run_on_another_host_is_alive_by_its_own_word(tmp_path):
-    folder = RunFolder.create(job(tmp_path))
-    hand_to(folder, host="elsewhere", pid=1)
+    with RunFolder.create(job(tmp_path)) as folder:
+        pass
+    hand_to(folder, host="elsewhere", pid=1, state="running")
     assert folder.info.alive
     with pytest.raises(SpecError, match=r'process 1 on elsewhere; .* set "state": "failed" in'):
         RunFolder.create(job(tmp_path, resume=True))
@@ -282,10 +364,27 @@ def test_an_unknown_run_is_refused_with_the_names_that_exist(tmp_path):
     assert [folder.path.name for folder in list_runs(tmp_path)] == ["other", "small"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"state": "running"}', '{"state": "flying"}'])
-def test_a_broken_run_json_is_named(tmp_path, text):
+def test_a_path_is_no_name_of_a_run(tmp_path):
+    RunFolder.create(job(tmp_path / "runs"))
+    (tmp_path / "empty").mkdir()
+    for name in ("../runs/small", ".", "", str(tmp_path / "runs" / "small")):
+        with pytest.raises(InputError, match=r"no run .* it holds no run at all"):
+            RunFolder.open(tmp_path / "empty", name)
+
+
+def test_a_runs_dir_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="file is no directory"):
+        list_runs(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"\xff\xfe\x00", b'{"state": "running"}', b'{"state": "flying"}'],
+)
+def test_a_broken_run_json_is_named(tmp_path, content):
     folder = RunFolder.create(job(tmp_path))
-    (folder.path / "run.json").write_text(text)
+    (folder.path / "run.json").write_bytes(content)
     with pytest.raises(InputError, match=r"run.json is not the record of a run"):
         _ = folder.info
 

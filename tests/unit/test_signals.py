@@ -3,6 +3,8 @@
 import os
 import signal
 import threading
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -62,3 +64,38 @@ def test_outside_the_main_thread_handlers_are_left_alone():
     thread.start()
     thread.join()
     assert found == [(before, 0)]
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["not up yet", "answers"])
+def test_a_controller_that_is_not_up_is_not_waited_for(monkeypatch, answers):
+    from flatpeak.controller import launch
+
+    controller, answer = Mock(), object()
+    controller.stop.remote.return_value = answer
+    controller.run.options.return_value.remote.return_value = events = iter(["interrupted"])
+    waits = []
+
+    def wait(refs, *, timeout):
+        [ref] = refs
+        waits.append(ref)
+        # The event comes in the third round, if the controller is waited for until then.
+        is_ready = answers if ref is answer else waits.count(events) > 2
+        return (refs, []) if is_ready else ([], refs)
+
+    kill, follower = Mock(), Mock()
+    ray = SimpleNamespace(wait=wait, get=lambda value: value, kill=kill)
+    monkeypatch.setattr(launch, "ray", ray)
+    monkeypatch.setattr(launch, "_start_controller", lambda *args: controller)
+    monkeypatch.setattr(launch, "_ANSWER_S", 0.0)
+    signals = StopSignals()
+    signals.count = 1
+    arguments = (Mock(), "token", follower, signals)
+    if answers:
+        launch._follow(*arguments)
+        follower.assert_called_once_with("interrupted")
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            launch._follow(*arguments)
+        follower.assert_not_called()
+    controller.stop.remote.assert_called_once_with()
+    kill.assert_called_once_with(controller)

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from flatpeak.controller.spec import Spec, check_against_model, parse_spec, resolve_parallel
+from flatpeak.controller.spec import (
+    Spec,
+    check_against_model,
+    divisors,
+    parse_spec,
+    resolve_parallel,
+)
 from flatpeak.controller.spec_file import STARTER_VALUES, dump_spec, load_spec, starter_yaml
 from flatpeak.workers.errors import SpecError
 
@@ -359,3 +365,13 @@ def test_key_value_heads_may_be_fewer_than_the_ranks_that_share_a_sequence():
     degrees = {"sequence": 4, "expert": 1, "vocabulary": 4}
     spec = parse_spec(SMALLEST | {"cluster": {"workers": 4}, "parallel": degrees})
     check_against_model(spec, experts=8, attention_heads=8, key_value_heads=2, vocab_size=512)
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 16, 97])
+def test_divisors_are_all_of_them_ascending(number):
+    assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+
+
+def test_the_divisors_of_a_huge_number_of_workers_come_at_once():
+    assert len(divisors(10**9)) == 100
+    assert divisors(10**9)[-2:] == [5 * 10**8, 10**9]

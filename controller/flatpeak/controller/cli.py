@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,7 +97,8 @@ def status(
     from flatpeak.controller.runs import RunFolder, list_runs, to_json
 
     folders = list_runs(runs_dir) if run is None else [RunFolder.open(runs_dir, run)]
-    reports = [_status_of(folder) for folder in folders]
+    # One broken folder hides none of the others; asked for by name, it is an error.
+    reports = [_status_of(folder, or_unreadable=run is None) for folder in folders]
     if as_json:
         for report in reports:
             print(to_json(report))
@@ -119,7 +120,7 @@ def logs(
     from flatpeak.controller.runs import RunFolder
 
     folder = RunFolder.open(runs_dir, run)
-    found = {path.stem: path for path in sorted(folder.logs.glob("*.log"))}
+    found = {path.stem: path for path in sorted(folder.logs.glob("*.log")) if path.is_file()}
     if actor is not None and actor not in found:
         raise InputError(
             f"no log of {actor!r} in {folder.logs}; there are: {', '.join(found) or 'none'}"
@@ -197,24 +198,41 @@ def run_command(arguments: Sequence[str]) -> int:
     except SystemExit as leaving:  # how typer ends, with 2 for misuse and 130 for Ctrl-C
         return leaving.code if isinstance(leaving.code, int) else 0
     except FlatpeakError as error:
-        if "--json" in arguments:
-            report = {"kind": type(error).__name__, "message": str(error)}
-            print(json.dumps({"error": report | {"exit_code": error.exit_code}}), flush=True)
         _complain(error)
-        return error.exit_code
-    except Exception:
+        return _exit(error, error.exit_code, as_json="--json" in arguments)
+    except Exception as error:
         # A bug, not bad input: its traceback is what is needed.
         traceback.print_exc()
-        return RunFailed.exit_code
+        return _exit(error, RunFailed.exit_code, as_json="--json" in arguments)
     return 0
+
+
+def _exit(error: Exception, code: int, *, as_json: bool) -> int:
+    if as_json:
+        report = {"kind": type(error).__name__, "message": str(error), "exit_code": code}
+        with suppress(BrokenPipeError):  # nobody reads any more, which may be the error itself
+            print(json.dumps({"error": report}), flush=True)
+    return code
 
 
 def _complain(error: FlatpeakError) -> None:
     print(f"flatpeak: {error}", file=sys.stderr)
 
 
-def _status_of(folder: Any) -> dict[str, Any]:
-    info, steps = folder.info, folder.steps()
+def _status_of(folder: Any, *, or_unreadable: bool) -> dict[str, Any]:
+    try:
+        info, steps = folder.info, folder.steps()
+    except InputError as error:
+        if not or_unreadable:
+            raise
+        unknown = dict.fromkeys(("step", "steps", "loss", "tokens_per_s", "pid", "host"))
+        return {
+            "run": folder.path.name,
+            "state": "unreadable",
+            **unknown,
+            "folder": str(folder.path),
+            "reason": str(error),
+        }
     last = steps[-1] if steps else None
     return {
         "run": info.run,

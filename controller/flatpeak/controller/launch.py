@@ -4,6 +4,7 @@ Whatever way the run ends, nothing of it stays behind: no actor, no placement gr
 and no arena.
 """
 
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -26,12 +27,13 @@ from flatpeak.controller.waiting import describe
 from flatpeak.workers import checkpoint
 from flatpeak.workers.arena import sweep_stale
 from flatpeak.workers.data import open_samples
-from flatpeak.workers.errors import ClusterError, FlatpeakError
+from flatpeak.workers.errors import ClusterError, FlatpeakError, InputError
 from flatpeak.workers.support import check_supported
 from flatpeak.workers.weights import open_weights
 
 _POLL_S = 0.25
 _NAME_FREE_S = 10.0
+_ANSWER_S = 5.0
 
 
 def resolve(spec: Spec) -> Spec:
@@ -137,9 +139,15 @@ class _Follower:
         self._on_event(event)
 
     def write_peaks(self) -> None:
+        try:
+            steps = self.folder.steps()  # those before a resume too
+        except InputError as error:  # the file was damaged; that does not undo this run
+            steps = self._steps
+            text = f"{error}; peaks.parquet has the steps since this start only"
+            self(RunEvent(kind="warning", time=time.time(), detail={"text": text}))
         rows = [
             {"step": step.step, "component": component, "bytes": nbytes}
-            for step in self.folder.steps()  # those before a resume too
+            for step in steps
             for component, nbytes in step.peak_bytes.items()
         ]
         schema = pa.schema(
@@ -167,17 +175,23 @@ def _follow(spec: Spec, token: str, follower: _Follower, signals: StopSignals) -
     """Hands on the controller's events until it is done; the first signal asks it to stop."""
     controller = _start_controller(spec, token, follower.folder)
     events = controller.run.options(num_returns="streaming").remote()
-    asked = False
+    answer: Any = None
+    give_up = math.inf
+    silent = True
     try:
         while True:
             if signals.count > 1:
                 raise KeyboardInterrupt
-            if signals.count and not asked:
-                controller.stop.remote()
-                asked = True
+            if signals.count and answer is None:
+                answer = controller.stop.remote()
+                give_up = time.monotonic() + _ANSWER_S
+            # A controller that is not up yet hears nothing, and has done nothing worth keeping.
+            if silent and time.monotonic() > give_up and not ray.wait([answer], timeout=0)[0]:
+                raise KeyboardInterrupt
             ready, _ = ray.wait([events], timeout=_POLL_S)
             if ready:
                 event: Any = ray.get(next(events))
+                silent = False
                 follower(event)
     except StopIteration:
         return

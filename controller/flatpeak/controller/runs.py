@@ -6,11 +6,13 @@
         steps.jsonl    one StepRecord a line
         events.jsonl   one RunEvent a line
         snapshots/  logs/
+        lock           held by the driver as long as it is in the folder
 
 A run is alive while the process that `run.json` names exists with the same start time: a pid alone
 may have been given to somebody else since.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -18,12 +20,14 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.spec_file import dump_spec
@@ -32,14 +36,20 @@ from flatpeak.workers.errors import InputError, SpecError, WaitTimeout
 TOTAL = "total"
 """Key of `StepRecord.peak_bytes` with the peak over all components together."""
 
+_EXACT = ConfigDict(strict=True, extra="forbid")
+_NullAsNan = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""A number that is null on disk where it was not finite."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """What one optimizer step did. `loss` and `grad_norm` are NaN where they were not finite."""
 
+    __pydantic_config__ = _EXACT
+
     step: int
-    loss: float
-    grad_norm: float
+    loss: _NullAsNan
+    grad_norm: _NullAsNan
     lr: float
     tokens: int
     tokens_per_s: float
@@ -54,6 +64,8 @@ class StepRecord:
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:
     """Something that happened beside the steps: a start, a snapshot, a failure, a resize."""
+
+    __pydantic_config__ = _EXACT
 
     kind: str
     time: float
@@ -89,6 +101,8 @@ class RunState(StrEnum):
 class RunInfo:
     """The content of run.json."""
 
+    __pydantic_config__ = _EXACT
+
     run: str
     host: str
     pid: int
@@ -119,6 +133,12 @@ class RunInfo:
         return self.state
 
 
+_STEP = TypeAdapter(StepRecord)
+_EVENT = TypeAdapter(RunEvent)
+_INFO = TypeAdapter(RunInfo)
+_Record = TypeVar("_Record")
+
+
 class RunFolder(AbstractContextManager["RunFolder"]):
     """One run's folder.
 
@@ -128,6 +148,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._held = ExitStack()
 
     @classmethod
     def create(cls, spec: Spec) -> Self:
@@ -148,9 +169,11 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             started=time.time(),
         )
         try:
-            folder._claim(spec)
-            folder._write_info(info)
-            folder._prepare(spec)
+            with ExitStack() as held:
+                folder._claim(spec, held)
+                folder._write_info(info)
+                folder._prepare(spec)
+                folder._held = held.pop_all()
         except OSError as error:
             raise SpecError(
                 f"cannot write the run folder {folder.path}: {error.strerror}; "
@@ -161,14 +184,13 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     @classmethod
     def open(cls, runs_dir: str | Path, run: str) -> Self:
         """The folder of an existing run; raises InputError with the names that exist."""
-        folder = cls(Path(runs_dir).expanduser() / run)
-        if not (folder.path / "run.json").is_file():
-            names = [found.path.name for found in list_runs(runs_dir)]
+        names = [found.path.name for found in list_runs(runs_dir)]
+        if run not in names:  # a path, like ../other, is no name
             raise InputError(
                 f"no run {run!r} in {runs_dir}; "
                 + (f"there are {', '.join(names)}" if names else "it holds no run at all")
             )
-        return folder
+        return cls(Path(runs_dir).expanduser() / run)
 
     @property
     def snapshots(self) -> Path:
@@ -182,10 +204,11 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def info(self) -> RunInfo:
         path = self.path / "run.json"
         try:
-            data = json.loads(path.read_text())
-            return RunInfo(**data | {"state": RunState(data["state"])})
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise InputError(f"{path} is not the record of a run: {error}") from None
+            return _INFO.validate_json(path.read_bytes())
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror}") from None
+        except ValidationError as error:
+            raise InputError(f"{path} is not the record of a run: {_first(error)}") from None
 
     def record(self, event: Event) -> None:
         """Append `event` to its file as one flushed line."""
@@ -197,18 +220,18 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         """The records of the steps that count, in order.
 
         A resumed run does the steps after its snapshot again; the later records replace the earlier
-        ones, also those it has not come to again.
+        ones, also those it has not come to again. Raises InputError with the line that is no
+        record; the last one, where its newline is missing, is left out.
         """
         records: list[StepRecord] = []
-        for data in _read_lines(self.path / "steps.jsonl"):
-            record = StepRecord(**_nan_for_null(data, "loss", "grad_norm"))
+        for record in _read_lines(self.path / "steps.jsonl", _STEP):
             while records and records[-1].step >= record.step:
                 records.pop()
             records.append(record)
         return records
 
     def events(self) -> list[RunEvent]:
-        return [RunEvent(**data) for data in _read_lines(self.path / "events.jsonl")]
+        return list(_read_lines(self.path / "events.jsonl", _EVENT))
 
     def set_cluster(self, *, address: str, namespace: str) -> None:
         """Note the Ray cluster that the run uses, once it is up."""
@@ -223,17 +246,19 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.finish(RunState.DONE)
-        elif isinstance(error, KeyboardInterrupt | SystemExit):
-            self.finish(RunState.INTERRUPTED)
-        else:
-            self.finish(RunState.FAILED, reason=str(error) or type(error).__name__)
+        with self._held:
+            if error is None:
+                self.finish(RunState.DONE)
+            elif isinstance(error, KeyboardInterrupt | SystemExit):
+                self.finish(RunState.INTERRUPTED)
+            else:
+                self.finish(RunState.FAILED, reason=str(error) or type(error).__name__)
 
-    def _claim(self, spec: Spec) -> None:
+    def _claim(self, spec: Spec, held: ExitStack) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self.path.mkdir()  # atomic: of two drivers with one name only one gets past
+            self._lock(held)
             return
         except FileExistsError:
             pass
@@ -242,14 +267,30 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 f"{self.path} exists and is no run folder; "
                 f"choose a free name, like --set run={self._free_name()}"
             )
+        # Before the look at the state: of two that resume at once, both would see the same one.
+        locked = self._lock(held)
         info = self.info
-        if info.alive:
+        if info.alive or not locked:
             raise SpecError(self._going_on(info))
         if not spec.resume:
             raise SpecError(
                 f"the run {spec.run} exists ({info.seen_state}); go on with it by --resume, or "
                 f"choose a free name, like --set run={self._free_name()}"
             )
+
+    def _lock(self, held: ExitStack) -> bool:
+        """Lock the folder until `held` closes; False when another has it.
+
+        The kernel takes the lock from a process that dies, however it dies. Processes started by
+        this one do not inherit it.
+        """
+        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        held.callback(os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def _going_on(self, info: RunInfo) -> str:
         stop = f"end it with `flatpeak stop {info.run}`"
@@ -285,9 +326,11 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
 
 def list_runs(runs_dir: str | Path) -> list[RunFolder]:
-    """The run folders in `runs_dir`, by name."""
-    found = Path(runs_dir).expanduser().glob("*/run.json")
-    return [RunFolder(path.parent) for path in sorted(found)]
+    """The run folders in `runs_dir`, by name; raises InputError when it is a file."""
+    folder = Path(runs_dir).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{runs_dir} is no directory; give the one of the runs, like runs")
+    return [RunFolder(path.parent) for path in sorted(folder.glob("*/run.json")) if path.is_file()]
 
 
 def stop_run(folder: RunFolder, *, timeout_s: float) -> RunState:
@@ -346,20 +389,27 @@ def _null_for_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _nan_for_null(data: dict[str, Any], *names: str) -> dict[str, Any]:
-    return data | {name: math.nan for name in names if data[name] is None}
-
-
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
+def _read_lines(path: Path, kind: TypeAdapter[_Record]) -> Iterator[_Record]:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
         return
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
     # What follows the last newline is a record that is being written, or was when its writer died.
-    *lines, _torn = path.read_text().split("\n")
+    *lines, _torn = content.split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
-            yield json.loads(line)
-        except ValueError:
-            raise InputError(f"{path}, line {number}: not JSON: {line[:80]!r}") from None
+            record = kind.validate_json(line)
+        except ValidationError as error:
+            raise InputError(f"{path}, line {number}, is no record: {_first(error)}") from None
+        yield record
+
+
+def _first(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    return f"{where}: {problem['msg']}" if where else problem["msg"]
 
 
 def _cut_torn_line(path: Path) -> None:

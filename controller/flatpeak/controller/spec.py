@@ -6,6 +6,7 @@ and writes YAML, `spec_problems` words what is refused. Nothing here imports tor
 """
 
 from collections.abc import Callable
+from math import isqrt
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -372,7 +373,10 @@ def _check_degree(spec: Spec, name: str, what: str, suits: Callable[[int], bool]
 
 
 def divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    """All divisors of `number`, ascending; each up to its square root gives the one above it."""
+    low = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    high = [number // divisor for divisor in reversed(low) if divisor * divisor != number]
+    return low + high
 
 
 def _multiples_near(number: int, unit: int) -> str:
