@@ -30,7 +30,7 @@ from local_run import (
 )
 from ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 QUIET = {"peaks": False}
 ONE_STEP = {"steps": 1, "sequences_per_step": 2, "sequence_length": 16}

@@ -30,7 +30,7 @@ from local_run import (
 from ranks import run_ranks
 from tiny_models import tiny_content
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 QUIET = {"peaks": False}
 ONE_LAYER = {"num_hidden_layers": 1, "output_router_logits": False}
@@ -180,7 +180,8 @@ def test_a_window_that_a_family_puts_in_its_mask_alone_is_kept(tmp_path: Path):
     }
     del content["head_dim"]
     train = {"steps": 1, "sequences_per_step": 2, "sequence_length": 16}
-    spec = tiny_spec(content, train=train, metrics=QUIET)
+    alone = {"sequence": 1, "expert": 1, "vocabulary": 1}
+    spec = tiny_spec(content, train=train, parallel=alone, metrics=QUIET)
     outcome, plain = train_locally(spec, tmp_path, source=rows), train_plainly(spec, source=rows)
     assert outcome.losses == pytest.approx(plain.losses, abs=1e-5)
     assert furthest(outcome.gradients, plain.gradients) < 1e-5

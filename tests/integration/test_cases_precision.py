@@ -21,7 +21,7 @@ from local_run import (
 )
 from ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 QUIET = {"peaks": False}
 FAMILIES = ("qwen3_moe", "deepseek_v3")

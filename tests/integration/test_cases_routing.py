@@ -26,7 +26,7 @@ from local_run import (
 )
 from ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 QUIET = {"peaks": False}
 LAYOUTS = [(1, 1, 1, 1), (2, 2, 2, 1), (4, 2, 2, 2), (4, 1, 4, 1)]
