@@ -37,6 +37,9 @@ _SCHEMA = pa.schema(
     + [(column, pa.large_binary()) for column in _STATE]
 )
 _log = logging.getLogger(__name__)
+# Where nobody has set up logging (the driver's terminal), a skipped snapshot is no line on stderr;
+# the controller's log has it.
+_log.addHandler(logging.NullHandler())
 
 
 @dataclass(frozen=True)
