@@ -21,9 +21,10 @@ from flatpeak.controller.spec import Spec, parse_spec
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.batches import SampleSource
 from flatpeak.workers.buckets import Range, cut_buckets
-from flatpeak.workers.data import NO_TARGET, Sample, open_samples
-from flatpeak.workers.optimizer import AdamW, OptimizerCore, clipping_factor
+from flatpeak.workers.data import NO_TARGET, Sample
+from flatpeak.workers.optimizer import OptimizerCore, clipping_factor
 from flatpeak.workers.plain import PlainTrainer, plain_model
+from flatpeak.workers.settings import adamw_of, samples_of
 from flatpeak.workers.trainer import SlabRegion, StepResult, Trainer
 from flatpeak.workers.weights import open_weights
 from ranks import run_ranks
@@ -227,13 +228,7 @@ def _make_core(
         spare_frames=spec.memory.optimizer.slots,
         slab_bytes=slab_bytes,
     )
-    settings = AdamW(
-        betas=spec.train.betas,
-        eps=spec.train.eps,
-        weight_decay=spec.train.weight_decay,
-        lr_bias=spec.train.router_bias_update_rate,
-    )
-    core, weights = OptimizerCore(arena, settings), open_weights(spec)
+    core, weights = OptimizerCore(arena, adamw_of(spec)), open_weights(spec)
     for held in (held for bucket in buckets for held in bucket.ranges):
         if after is None:
             core.load(held, weights.read(held))
@@ -289,7 +284,7 @@ def train_plainly(
 ) -> Reference:
     """The plain trainer on the same job, seen at its start and before each update."""
     train = spec.train
-    plain = PlainTrainer(spec, source if source is not None else default_source(spec))
+    plain = PlainTrainer(spec, source if source is not None else samples_of(spec))
     prepare(plain)
     found, backward = Reference(), plain.backward
 
@@ -330,15 +325,6 @@ def flat_gradients(model: Any) -> dict[str, Tensor]:
         name: (torch.zeros_like(p) if p.grad is None else p.grad).flatten().clone()
         for name, p in model.named_parameters()
     }
-
-
-def default_source(spec: Spec) -> SampleSource:
-    return open_samples(
-        source=spec.data.source,
-        tokenizer=spec.data.tokenizer,
-        sequence_length=spec.train.sequence_length,
-        seed=spec.train.seed,
-    )
 
 
 def relative(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:

@@ -15,12 +15,12 @@ from flatpeak.workers.checkpoint import export_checkpoint, load_config
 from flatpeak.workers.memory import PeakMeter
 from flatpeak.workers.partition import part
 from flatpeak.workers.plain import PlainTrainer
+from flatpeak.workers.settings import samples_of
 from flatpeak.workers.vocabulary import ring_cross_entropy
 from local_run import (
     VOCABULARY,
     LocalRun,
     Rows,
-    default_source,
     documents_alone,
     furthest,
     job,
@@ -73,7 +73,7 @@ def test_no_tensor_of_all_logits_and_no_expert_buffer_of_the_sequence_is_made(
 
 def test_a_plain_trainer_makes_both_which_the_measure_sees():
     spec = long_job((1, 1, 1, 1))
-    plain = PlainTrainer(spec, default_source(spec))
+    plain = PlainTrainer(spec, samples_of(spec))
     with PeakMeter(device=torch.device("cpu")) as meter:
         plain.backward(1)
         largest = meter.largest_tensors()

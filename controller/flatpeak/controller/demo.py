@@ -18,10 +18,11 @@ from flatpeak.controller.display import display_for
 from flatpeak.controller.runs import Event, RunEvent, StepRecord, Summary
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec, parse_spec
-from flatpeak.workers.data import Samples, open_samples
+from flatpeak.workers.data import Samples
 from flatpeak.workers.errors import RunFailed
 from flatpeak.workers.memory import TOTAL, PeakMeter
 from flatpeak.workers.plain import PlainTrainer
+from flatpeak.workers.settings import samples_of
 
 _PLAIN_STEPS = 2  # in the second one the optimizer state is there from the start
 _LAST_STEPS = 10  # one step's documents differ too much from the next one's
@@ -90,7 +91,7 @@ def main() -> None:
 
         summary = launch.train(spec, on_event=follow)
     console.print(check_largest(spec, events))
-    source = _samples(spec)
+    source = samples_of(spec)
     console.print("Measuring a plain trainer on the same samples ...")
     rows = compare(summary, measure_plain(spec, source))
     console.print(_table(rows))
@@ -148,16 +149,6 @@ def compare(summary: Summary, plain: dict[str, int]) -> list[Row]:
     ours = summary.peak_bytes
     names = sorted((ours.keys() | plain.keys()) - {TOTAL}, key=lambda n: -plain.get(n, 0))
     return [Row(name, ours.get(name, 0), plain.get(name, 0)) for name in [*names, TOTAL]]
-
-
-def _samples(spec: Spec) -> Samples:
-    return open_samples(
-        source=spec.data.source,
-        tokenizer=spec.data.tokenizer,
-        sequence_length=spec.train.sequence_length,
-        seed=spec.train.seed,
-        cache_dir=spec.data.cache_dir,
-    )
 
 
 def _introduction(spec: Spec) -> str:

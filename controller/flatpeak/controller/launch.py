@@ -26,8 +26,8 @@ from flatpeak.controller.spec import Spec, check_against_model, resolve_parallel
 from flatpeak.controller.waiting import describe
 from flatpeak.workers import checkpoint
 from flatpeak.workers.arena import sweep_stale
-from flatpeak.workers.data import open_samples
 from flatpeak.workers.errors import ClusterError, FlatpeakError, InputError
+from flatpeak.workers.settings import samples_of
 from flatpeak.workers.support import check_supported
 from flatpeak.workers.weights import open_weights
 
@@ -57,17 +57,7 @@ def resolve(spec: Spec) -> Spec:
     check_supported(model)
     open_weights(resolved)
     check_cluster(resolved, parameters=sum(weight.numel() for weight in model.parameters()))
-    data = resolved.data
-    open_samples(
-        source=data.source,
-        tokenizer=data.tokenizer,
-        sequence_length=resolved.train.sequence_length,
-        seed=resolved.train.seed,
-        text_column=data.text_column,
-        tokens_column=data.tokens_column,
-        vocab_size=vocab_size,
-        cache_dir=data.cache_dir,
-    )
+    samples_of(resolved, vocab_size=vocab_size)
     return resolved
 
 

@@ -20,7 +20,8 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from flatpeak.workers.arena import Arena, sweep_stale
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.errors import ClusterError
-from flatpeak.workers.optimizer import AdamW, OptimizerCore
+from flatpeak.workers.optimizer import OptimizerCore
+from flatpeak.workers.settings import adamw_of
 from flatpeak.workers.snapshot import SnapshotPart, SnapshotReader, restore, write_snapshot_part
 from flatpeak.workers.trainer import SlabRegion, StepResult, Trainer
 from flatpeak.workers.weights import open_weights
@@ -150,13 +151,7 @@ class OptimizerActor:
             slab_bytes=slab_bytes,
         )
         self._arena = arena  # known from here on, so that `close` finds it if the rest fails
-        settings = AdamW(
-            betas=spec.train.betas,
-            eps=spec.train.eps,
-            weight_decay=spec.train.weight_decay,
-            lr_bias=spec.train.router_bias_update_rate,
-        )
-        self._core = OptimizerCore(arena, settings)
+        self._core = OptimizerCore(arena, adamw_of(spec))
         if snapshot is not None:
             with SnapshotReader(snapshot) as reader:
                 restore(self._core, reader)

@@ -18,19 +18,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from flatpeak.workers import data
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.batches import Microbatch, SampleSource, read_step
 from flatpeak.workers.boundaries import CheckpointOffload, slab_bytes
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.checkpoint import build_meta_model, load_config
-from flatpeak.workers.dispatch import DispatchOptions
 from flatpeak.workers.gradients import GradientStream, global_norm
 from flatpeak.workers.memory import PeakMeter
 from flatpeak.workers.model import LocalParameter, ShardedModel, shard_model
 from flatpeak.workers.parallel import Layout, make_groups
 from flatpeak.workers.partition import parts
 from flatpeak.workers.routers import auxiliary_coefficient, watch_routers
+from flatpeak.workers.settings import dispatch_of, samples_of
 
 if TYPE_CHECKING:
     from flatpeak.controller.spec import Spec
@@ -67,19 +66,6 @@ class SlabRegion:
     nbytes: int
 
 
-def dispatch_options(spec: "Spec") -> DispatchOptions:
-    section = spec.memory.dispatch
-    return DispatchOptions(
-        tokens_per_chunk=None if section.tokens_per_chunk == "auto" else section.tokens_per_chunk,
-        max_chunks=section.max_chunks,
-        receive_rows=None if section.receive_rows == "auto" else section.receive_rows,
-        capacity_factor=section.capacity_factor,
-        min_chunk=section.min_chunk,
-        balance_above=section.balance_above,
-        max_foreign_experts=section.max_foreign_experts,
-    )
-
-
 class Trainer:
     """A rank of `spec`. The default process group is initialised before `build`."""
 
@@ -114,7 +100,7 @@ class Trainer:
             mesh=init_device_mesh(self.device.type, (layout.world,)),
             device=self.device,
             dtype=DTYPES[spec.train.dtype],
-            dispatch=dispatch_options(spec),
+            dispatch=dispatch_of(spec),
         )
         head, vocabulary = self.sharded.head, spec.memory.vocabulary
         head.token_tile = None if vocabulary.token_tile == "auto" else vocabulary.token_tile
@@ -218,16 +204,7 @@ class Trainer:
                 dist.broadcast(part, src=owner, group=parameter.axis.replica_group)
 
     def open_samples(self) -> SampleSource:
-        spec, train = self.spec.data, self.spec.train
-        return data.open_samples(
-            source=spec.source,
-            tokenizer=spec.tokenizer,
-            sequence_length=train.sequence_length,
-            seed=train.seed,
-            text_column=spec.text_column,
-            tokens_column=spec.tokens_column,
-            cache_dir=spec.cache_dir,
-        )
+        return samples_of(self.spec)
 
     def _forward_backward(self, step: int) -> tuple[float, int, int]:
         train, load = self.spec.train, self.sharded.load
