@@ -5,7 +5,6 @@ an exchange that another rank skipped.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,29 +12,37 @@ import torch.distributed as dist
 from flatpeak.workers.dispatch.routing import Group
 
 
-@dataclass
 class Arriving:
-    """Rows under way. The sent rows are held until `wait`, for the collective reads them."""
+    """Rows under way. Neither the sent nor the landing rows may be touched before `wait`."""
 
-    rows: torch.Tensor
-    sent: torch.Tensor | None
-    work: dist.Work | None
+    def __init__(self, landing: torch.Tensor, sent: torch.Tensor, work: dist.Work | None) -> None:
+        self._landing = landing
+        # Held for the collective, which reads it.
+        self._sent: torch.Tensor | None = sent
+        self._work = work
 
     def wait(self) -> torch.Tensor:
-        if self.work is not None:
-            self.work.wait()
-        self.work = self.sent = None
-        return self.rows
+        """The landed rows. Work issued to the current lane from now on follows the arrival."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._sent = None
+        return self._landing
 
 
 def exchange(
-    rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group
+    rows: torch.Tensor,
+    landing: torch.Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    group: Group,
 ) -> Arriving:
-    """Send `send[r]` consecutive rows to each rank r, and receive `receive[r]`, in rank order."""
+    """Send `send[r]` consecutive rows to each rank r; `receive[r]` of them land, in rank order.
+
+    `rows` and `landing` are contiguous and have the sums of the two as their lengths.
+    """
     if group is None:
-        return Arriving(rows, None, None)
-    landing = rows.new_empty((sum(receive), *rows.shape[1:]))
+        return Arriving(landing, rows, None)
     work = dist.all_to_all_single(
-        landing, rows.contiguous(), list(receive), list(send), group=group, async_op=True
+        landing, rows, list(receive), list(send), group=group, async_op=True
     )
     return Arriving(landing, rows, work)

@@ -1,118 +1,213 @@
-"""The rows of one chunk on one rank: own tokens, read in place, and rows received from others.
+"""What travels and what is computed of one chunk: rows of tokens, and routes grouped by expert.
 
-Rows are numbered own first, then landed in order of their source rank. Within one rank a token has
-one row, however many of its experts live there.
+A token has one row on each rank that computes any of its routes, however many they are. Rows of the
+rank's own tokens are read in place, those of others where they landed. In tables over all rows of a
+chunk the own ones come first.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from flatpeak.workers.dispatch.exchange import Arriving, exchange
-from flatpeak.workers.dispatch.routing import LABEL, Chunk, Group, Routing, visits
+from flatpeak.workers.dispatch.routing import LABEL, Chunk, Routing, visits
 
-# Enough rows for a matrix product at full speed; more would only cost memory. Under skew one expert
-# may get every row of a chunk.
-BLOCK_ROUTES = 1024
+# Rows start where any dtype may.
+ALIGNMENT = 16
 
 
-class Rows:
-    """One value a row, in two places: `own` may be a strided view of a layer-sized tensor."""
+@dataclass(frozen=True)
+class RowFormat:
+    """The bytes of one travelling row: values [H] one after the other, then the route weights [k]
+    and the instances [k] that compute them."""
 
-    def __init__(self, own: torch.Tensor, landed: torch.Tensor) -> None:
-        self.own = own
-        self.landed = landed
+    hidden: int
+    k: int
+    values: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
 
-    def take(self, block: "Block") -> torch.Tensor:
-        taken = self.own.new_empty((len(block.rows), *self.own.shape[1:]))
-        own, landed = self._halves(block)
-        torch.index_select(self.own, 0, own, out=taken[: block.own])
-        torch.index_select(self.landed, 0, landed, out=taken[block.own :])
-        return taken
+    @cached_property
+    def _starts(self) -> list[int]:
+        widths = [self.hidden * self.dtype.itemsize] * self.values
+        widths += [self.k * self.weight_dtype.itemsize, self.k * LABEL.itemsize]
+        starts = [0]
+        for width in widths:
+            starts.append(starts[-1] + aligned(width))
+        return starts
 
-    def add(self, block: "Block", values: torch.Tensor) -> None:
-        own, landed = self._halves(block)
-        self.own.index_add_(0, own, values[: block.own].to(self.own.dtype))
-        self.landed.index_add_(0, landed, values[block.own :].to(self.landed.dtype))
+    @property
+    def nbytes(self) -> int:
+        return self._starts[-1]
 
-    def _halves(self, block: "Block") -> tuple[torch.Tensor, torch.Tensor]:
-        return block.rows[: block.own], block.rows[block.own :] - len(self.own)
+    def value(self, rows: torch.Tensor, which: int) -> torch.Tensor:
+        return self._view(rows, which, self.hidden, self.dtype)
+
+    def weights(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._view(rows, self.values, self.k, self.weight_dtype)
+
+    def labels(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._view(rows, self.values + 1, self.k, LABEL)
+
+    def _view(self, rows: torch.Tensor, part: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        start = self._starts[part]
+        return rows[:, start : start + size * dtype.itemsize].view(dtype)
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Journey:
+    """Which own tokens of a chunk travel, and where what comes back is added."""
+
+    def __init__(self, ranks_of: torch.Tensor, routing: Routing, chunk: Chunk) -> None:
+        """`ranks_of` [n, k]: the rank that computes each route of the chunk's own tokens."""
+        self._chunk = chunk
+        travels = visits(ranks_of, routing.plan.ranks, routing.rank)
+        # Stable, so rows to one rank keep the order of their tokens.
+        order = torch.argsort((~travels.T).flatten().to(torch.int8), stable=True)
+        self._numbers = order[: sum(chunk.send)] % max(1, len(ranks_of))
+        self._places = positions(chunk, self._numbers)
+
+    def gather(self, table: torch.Tensor, rows: torch.Tensor) -> None:
+        """Put the travelling rows of the layer-sized `table` [N, ...] into `rows`."""
+        torch.index_select(table, 0, self._places, out=rows)
+
+    def scatter(
+        self, total: torch.Tensor, returned: torch.Tensor, *, chunk_sized: bool = False
+    ) -> None:
+        """Add what came back to `total` [N, ...], or to that of the chunk alone.
+
+        Rank by rank: a token occurs once in each, so no two additions race on any device.
+        """
+        send, tokens = self._chunk.send, self._numbers if chunk_sized else self._places
+        for numbers, rows in zip(tokens.split(send), returned.split(send), strict=True):
+            if len(rows):
+                total.index_add_(0, numbers, rows.to(total.dtype))
+
+
+def positions(chunk: Chunk, tokens: torch.Tensor) -> torch.Tensor:
+    """Positions in the layer of the chunk's own token numbers."""
+    return tokens * (chunk.tokens.step or 1) + chunk.tokens.start
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows [start, stop) of a block that have one source and one instance: no row occurs twice."""
+
+    own: bool
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows [start, stop) of a block that one instance computes."""
+
+    instance: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
 class Block:
-    """Routes of one instance that are computed together."""
+    """Routes that are computed together, grouped by instance, own tokens first in each."""
 
-    instance: int
-    own: int
-    """How many of them, the first ones, belong to own tokens."""
     routes: torch.Tensor
     """Positions in the flattened [rows, k] tables of the chunk."""
     rows: torch.Tensor
+    """Numbers of the own tokens in the chunk, and of the landed rows."""
+    places: torch.Tensor
+    """The same with own tokens as positions in the layer."""
+    segments: tuple[Segment, ...]
+    runs: tuple[Run, ...]
+
+    def take(self, own: torch.Tensor, landed: torch.Tensor) -> torch.Tensor:
+        """One row a route, from the layer-sized `own` and the chunk's `landed`."""
+        taken = own.new_empty((len(self.rows), own.shape[1]))
+        for run in self.runs:
+            source = own if run.own else landed
+            part = slice(run.start, run.stop)
+            torch.index_select(source, 0, self.places[part], out=taken[part])
+        return taken
+
+    def add(
+        self, own: torch.Tensor, landed: torch.Tensor, values: torch.Tensor, *, chunk_sized: bool
+    ) -> None:
+        """Add each route's row of `values` to that of its token; `own` may be `chunk_sized`.
+
+        Run by run: within one no token occurs twice, so no two additions race on any device.
+        """
+        rows = self.rows if chunk_sized else self.places
+        for run in self.runs:
+            part = slice(run.start, run.stop)
+            (own if run.own else landed).index_add_(0, rows[part], values[part])
 
 
-def blocks(labels: torch.Tensor, routing: Routing, chunk: Chunk) -> Iterator[Block]:
-    """This rank's routes among `labels` [rows, k], grouped by instance, own tokens first."""
-    local = labels - routing.first_instance
+def blocks(labels: torch.Tensor, routing: Routing, chunk: Chunk, *, size: int) -> Iterator[Block]:
+    """This rank's routes among `labels` [rows, k], at most `size` in a block.
+
+    Labels of own tokens come first. Native and foreign instances never share a block.
+    """
+    local = labels.flatten() - routing.first_instance
     elsewhere = routing.instances
     local = torch.where((local >= 0) & (local < elsewhere), local, elsewhere)
-    order = torch.argsort(local.flatten(), stable=True)
+    computed = sum(chunk.own_routes) + sum(chunk.landed_routes)
+    routes = torch.argsort(local, stable=True)[:computed]
+    del local
+    rows = routes // labels.shape[1]
+    own_tokens = labels.shape[0] - sum(chunk.receive)
+    landed = rows - own_tokens
+    is_own = rows < own_tokens
+    places = torch.where(is_own, positions(chunk, rows), landed)
+    rows = torch.where(is_own, rows, landed)
+    del landed, is_own
+    natives = len(routing.plan.natives[routing.rank])
     start = 0
-    for instance, (own, landed) in enumerate(
-        zip(chunk.own_routes, chunk.landed_routes, strict=True)
-    ):
-        for done in range(0, own + landed, BLOCK_ROUTES):
-            size = min(BLOCK_ROUTES, own + landed - done)
-            routes = order[start + done : start + done + size]
-            of_own = min(max(own - done, 0), size)
-            yield Block(instance, of_own, routes, routes // labels.shape[1])
-        start += own + landed
+    for pieces in _packed(chunk, natives, size):
+        stop = start + sum(own + landed for _, own, landed in pieces)
+        segments, runs = _cuts(pieces)
+        yield Block(routes[start:stop], rows[start:stop], places[start:stop], segments, runs)
+        start = stop
 
 
-class Journey:
-    """The rows of one chunk that leave this rank, and the way back for what comes of them."""
-
-    def __init__(
-        self, ranks_of: torch.Tensor, routing: Routing, chunk: Chunk, group: Group
-    ) -> None:
-        """`ranks_of` [n, k]: the rank that computes each route of the chunk's own tokens."""
-        self._chunk = chunk
-        self._group = group
-        travels = visits(ranks_of, routing.plan.ranks, routing.rank)
-        # Stable, so rows to one rank keep the order of their tokens.
-        order = torch.argsort(~travels.T.flatten(), stable=True)[: sum(chunk.send)]
-        self._tokens = order % max(1, len(ranks_of))
-
-    def send(self, values: torch.Tensor) -> Arriving:
-        """Dispatch the chunk's travelling rows of `values` [n, ...]."""
-        rows = values.index_select(0, self._tokens)
-        return exchange(rows, self._chunk.send, self._chunk.receive, self._group)
-
-    def send_back(self, values: torch.Tensor) -> Arriving:
-        """Return one row for each landed one."""
-        return exchange(values, self._chunk.receive, self._chunk.send, self._group)
-
-    def add_returned(self, total: torch.Tensor, returned: torch.Tensor) -> None:
-        """Add what came back to the chunk's tokens `total` [n, ...].
-
-        Rank by rank: a token occurs once in each, so no two additions race on any device.
-        """
-        by_rank = zip(
-            self._tokens.split(self._chunk.send), returned.split(self._chunk.send), strict=True
-        )
-        for tokens, rows in by_rank:
-            total.index_add_(0, tokens, rows.to(total.dtype))
+# (instance, own routes, landed routes)
+_Piece = tuple[int, int, int]
 
 
-def pack(labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Both tables of a route as bytes of one row, so that they travel together."""
-    tables = (labels.contiguous(), weights.contiguous())
-    return torch.cat([table.view(torch.uint8) for table in tables], dim=1)
+def _packed(chunk: Chunk, natives: int, size: int) -> Iterator[list[_Piece]]:
+    """The routes of each instance in turn, as many to a block as fit."""
+    block: list[_Piece] = []
+    room = size
+    for instance, counts in enumerate(zip(chunk.own_routes, chunk.landed_routes, strict=True)):
+        for own, landed in _pieces(*counts, size):
+            if block and (own + landed > room or (instance >= natives) != (block[0][0] >= natives)):
+                yield block
+                block, room = [], size
+            block.append((instance, own, landed))
+            room -= own + landed
+    if block:
+        yield block
 
 
-def unpack(packed: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    width = like.shape[1] * LABEL.itemsize
-    halves = (packed[:, :width], packed[:, width:])
-    labels, weights = (half.clone(memory_format=torch.contiguous_format) for half in halves)
-    return labels.view(LABEL), weights.view(like.dtype)
+def _pieces(own: int, landed: int, size: int) -> Iterator[tuple[int, int]]:
+    """One instance's routes in pieces of at most `size`, own ones first."""
+    for done in range(0, own + landed, size):
+        piece = min(size, own + landed - done)
+        of_own = min(max(own - done, 0), piece)
+        yield of_own, piece - of_own
+
+
+def _cuts(pieces: Sequence[_Piece]) -> tuple[tuple[Segment, ...], tuple[Run, ...]]:
+    segments: list[Segment] = []
+    runs: list[Run] = []
+    start = 0
+    for instance, own, landed in pieces:
+        segments.append(Segment(instance, start, start + own + landed))
+        runs += [Run(True, start, start + own)] if own else []
+        start += own
+        runs += [Run(False, start, start + landed)] if landed else []
+        start += landed
+    return tuple(segments), tuple(runs)

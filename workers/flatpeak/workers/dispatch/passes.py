@@ -1,0 +1,324 @@
+"""A pass over the chunks of one layer, forward or backward, with its pipeline of exchanges."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from flatpeak.workers.dispatch.buffers import Extent, Slot, make_buffers
+from flatpeak.workers.dispatch.exchange import Arriving, exchange
+from flatpeak.workers.dispatch.experts import (
+    ExpertLayout,
+    HeldExperts,
+    Projections,
+    expert_backward,
+    expert_forward,
+)
+from flatpeak.workers.dispatch.lanes import Lanes, lanes_of
+from flatpeak.workers.dispatch.migration import Migration
+from flatpeak.workers.dispatch.routing import Chunk, Group, Routing
+from flatpeak.workers.dispatch.rows import Block, Journey, RowFormat, blocks
+
+
+def block_routes(device: torch.device) -> int:
+    """Routes that are computed together: enough for products at full speed, no more, because their
+    intermediate values are alive at once."""
+    return 4096 if device.type == "cuda" else 512
+
+
+class Layer(Protocol):
+    """What a pass needs to know of its layer."""
+
+    layout: ExpertLayout
+    group: Group
+    lanes: Lanes | None
+
+
+class _Flight:
+    """One chunk on its way: out, computed, and back."""
+
+    def __init__(self, chunk: Chunk, journey: Journey, slot: Slot, coming: Arriving) -> None:
+        self.chunk = chunk
+        self.journey = journey
+        self.slot = slot
+        self.coming = coming
+        self.returning: list[Arriving] = []
+        # Points in the lanes: the sums are computed, the results are home.
+        self.computed: Any = None
+        self.home: Any = None
+
+    @property
+    def sent(self) -> int:
+        return sum(self.chunk.send)
+
+    @property
+    def received(self) -> int:
+        return sum(self.chunk.receive)
+
+
+class _Pass(ABC):
+    """Rows of `values` [N, H] each go out, and what a subclass computes of them comes back."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        routing: Routing,
+        values: Sequence[torch.Tensor],
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        device = values[0].device
+        self._layout = layer.layout
+        self._group = layer.group
+        self._lanes = layer.lanes or lanes_of(device)
+        self._routing = routing
+        self._values = values
+        self._weights = expert_weights
+        self._parameters = parameters
+        self._labels = routing.label(expert_ids)
+        self._owners = routing.owners(device)
+        self._rows = RowFormat(
+            hidden=values[0].shape[1],
+            k=expert_ids.shape[1],
+            values=len(values),
+            dtype=values[0].dtype,
+            weight_dtype=expert_weights.dtype,
+        )
+        self._buffers = make_buffers(extent_of(routing, len(expert_ids)), self._rows, device)
+        self._migration = Migration(routing, layer.group)
+        self._held = HeldExperts(parameters, ())
+        self._foreign: list[Arriving] = []
+        self._result = torch.zeros_like(values[0], memory_format=torch.contiguous_format)
+
+    @abstractmethod
+    def _compute_block(
+        self,
+        flight: _Flight,
+        block: Block,
+        projections: Projections,
+        landed: Sequence[torch.Tensor],
+        scale: torch.Tensor,
+    ) -> torch.Tensor:
+        """What the block's routes add to their rows, [routes, H]."""
+
+    def run(self) -> None:
+        """Compute each chunk while the next is on its way out and the last on its way back.
+
+        The loop is the same on all ranks, so each exchange is issued where the others issue theirs.
+        """
+        self._start()
+        chunks = self._routing.chunks
+        ahead, behind = self._send_out(0), deque[_Flight](maxlen=2)
+        self._foreign = self._migration.send_weights(self._parameters, self._rows.dtype)
+        for number in range(len(chunks)):
+            here = ahead
+            self._land(here)
+            if number + 1 < len(chunks):
+                ahead = self._send_out(number + 1)
+            if len(behind) == 2:
+                # This chunk takes its slot over: what is in there must have left.
+                self._lanes.follow(behind[0].home)
+            self._compute(here)
+            if behind:
+                self._bring_home(behind[-1])
+            self._send_back(here)
+            behind.append(here)
+        self._bring_home(behind[-1])
+        self._lanes.follow(behind[-1].home)
+        for arriving in self._foreign:
+            arriving.wait()
+
+    def _start(self) -> None:
+        started = self._lanes.mark()
+        with self._lanes.travelling():
+            self._lanes.follow(started)
+
+    def _send_out(self, number: int) -> _Flight:
+        chunk = self._routing.chunks[number]
+        slot = self._buffers.slots[number % len(self._buffers.slots)]
+        with self._lanes.travelling():
+            ranks_of = self._owners[self._labels[chunk.tokens].long()]
+            journey = Journey(ranks_of, self._routing, chunk)
+            outgoing = self._buffers.outgoing[: sum(chunk.send)]
+            for which, value in enumerate(self._values):
+                journey.gather(value, self._rows.value(outgoing, which))
+            journey.gather(self._weights, self._rows.weights(outgoing))
+            journey.gather(self._labels, self._rows.labels(outgoing))
+            landing = slot.landing[: sum(chunk.receive)]
+            coming = exchange(outgoing, landing, chunk.send, chunk.receive, self._group)
+        return _Flight(chunk, journey, slot, coming)
+
+    def _land(self, flight: _Flight) -> None:
+        with self._lanes.travelling():
+            flight.coming.wait()
+            landed = self._lanes.mark()
+        self._lanes.follow(landed)
+
+    def _compute(self, flight: _Flight) -> None:
+        chunk, slot = flight.chunk, flight.slot
+        landing = slot.landing[: flight.received]
+        labels = torch.cat([self._labels[chunk.tokens], self._rows.labels(landing)])
+        weights = torch.cat([self._weights[chunk.tokens], self._rows.weights(landing)]).view(-1)
+        landed = [self._rows.value(landing, which) for which in range(len(self._values))]
+        sums = slot.sums if self._buffers.wide is None else self._buffers.wide
+        sums = sums[: flight.received].zero_()
+        own = self._result if slot.own is None else slot.own.zero_()
+        self._begin(flight)
+        for block in blocks(labels, self._routing, chunk, size=block_routes(self._result.device)):
+            scale = weights[block.routes].to(sums.dtype).unsqueeze(-1)
+            projections = self._projections(block)
+            values = self._compute_block(flight, block, projections, landed, scale)
+            block.add(own, sums, values.to(sums.dtype), chunk_sized=slot.own is not None)
+        if self._buffers.wide is not None:
+            slot.sums[: flight.received].copy_(sums)
+        self._end(flight)
+        flight.computed = self._lanes.mark()
+
+    def _begin(self, flight: _Flight) -> None:
+        """Before the first block of a chunk."""
+
+    def _end(self, flight: _Flight) -> None:
+        """After the last block of a chunk."""
+
+    def _projections(self, block: Block) -> Projections:
+        foreign = block.segments[0].instance >= len(self._parameters[0])
+        if foreign and not self._held.foreign:
+            arrived = [arriving.wait() for arriving in self._foreign]
+            self._held = HeldExperts(self._parameters, arrived)
+        return Projections(self._layout, self._held, block.segments, self._rows.dtype)
+
+    def _send_back(self, flight: _Flight) -> None:
+        with self._lanes.travelling():
+            self._lanes.follow(flight.computed)
+            flight.returning = [
+                self._return(flight, flight.slot.sums[: flight.received], self._buffers.returned)
+            ]
+
+    def _return(self, flight: _Flight, rows: torch.Tensor, landing: torch.Tensor) -> Arriving:
+        chunk = flight.chunk
+        return exchange(rows, landing[: flight.sent], chunk.receive, chunk.send, self._group)
+
+    def _bring_home(self, flight: _Flight) -> None:
+        own = flight.slot.own
+        with self._lanes.travelling():
+            returned = flight.returning[0].wait()
+            if own is None:
+                flight.journey.scatter(self._result, returned)
+            else:
+                flight.journey.scatter(own, returned, chunk_sized=True)
+                place = self._result[flight.chunk.tokens]
+                place.copy_(own[: len(place)])
+            flight.home = self._lanes.mark()
+
+
+class Forward(_Pass):
+    """Sends x, brings home the weighted sums of the experts."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        routing: Routing,
+        hidden: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__(layer, routing, [hidden], expert_ids, expert_weights, parameters)
+
+    @property
+    def output(self) -> torch.Tensor:
+        return self._result
+
+    def _compute_block(
+        self,
+        flight: _Flight,
+        block: Block,
+        projections: Projections,
+        landed: Sequence[torch.Tensor],
+        scale: torch.Tensor,
+    ) -> torch.Tensor:
+        return expert_forward(projections, block.take(self._values[0], landed[0]), scale)
+
+
+class Backward(_Pass):
+    """Sends x and the gradient of the output, brings home those of x and of the route weights."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        routing: Routing,
+        hidden: torch.Tensor,
+        upstream: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        *,
+        train_experts: bool,
+    ) -> None:
+        values = [hidden, upstream]
+        super().__init__(layer, routing, values, expert_ids, expert_weights, parameters)
+        self.d_weights = torch.zeros_like(expert_weights, memory_format=torch.contiguous_format)
+        self._gradients = self._migration.gradients(parameters) if train_experts else None
+
+    @property
+    def d_hidden(self) -> torch.Tensor:
+        return self._result
+
+    def finish_gradients(self) -> Sequence[torch.Tensor]:
+        """Gradients of the parameters, fp32 or wider; none where they are frozen. Collective."""
+        if self._gradients is None:
+            return ()
+        sums = self._gradients.finish()
+        self._migration.return_gradients(sums)
+        return sums.natives
+
+    def _begin(self, flight: _Flight) -> None:
+        flight.slot.d_weights.zero_()
+
+    def _compute_block(
+        self,
+        flight: _Flight,
+        block: Block,
+        projections: Projections,
+        landed: Sequence[torch.Tensor],
+        scale: torch.Tensor,
+    ) -> torch.Tensor:
+        x, upstream = (
+            block.take(own, rows) for own, rows in zip(self._values, landed, strict=True)
+        )
+        d_x, d_scale = expert_backward(
+            projections, self._gradients, x=x, upstream=upstream, scale=scale
+        )
+        d_weights = flight.slot.d_weights.view(-1)
+        d_weights.index_copy_(0, block.routes, d_scale.to(d_weights.dtype))
+        return d_x
+
+    def _end(self, flight: _Flight) -> None:
+        place = self.d_weights[flight.chunk.tokens]
+        place.copy_(flight.slot.d_weights[: len(place)])
+
+    def _send_back(self, flight: _Flight) -> None:
+        super()._send_back(flight)
+        with self._lanes.travelling():
+            own = len(self.d_weights[flight.chunk.tokens])
+            rows = flight.slot.d_weights[own : own + flight.received]
+            flight.returning.append(self._return(flight, rows, self._buffers.returned_d_weights))
+
+    def _bring_home(self, flight: _Flight) -> None:
+        with self._lanes.travelling():
+            flight.journey.scatter(self.d_weights, flight.returning[1].wait())
+        super()._bring_home(flight)
+
+
+def extent_of(routing: Routing, tokens: int) -> Extent:
+    """The most that one chunk holds on this rank, which has `tokens` of its own."""
+    chunks = routing.chunks
+    return Extent(
+        tokens=max(len(range(tokens)[chunk.tokens]) for chunk in chunks),
+        sent=max(sum(chunk.send) for chunk in chunks),
+        received=max(sum(chunk.receive) for chunk in chunks),
+        chunks=len(chunks),
+    )
