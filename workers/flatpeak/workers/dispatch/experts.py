@@ -8,12 +8,13 @@ hand, expert by expert or as one grouped product.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flatpeak.workers.dispatch.rows import Segment
+from flatpeak.workers.dispatch.rows import Block
 from flatpeak.workers.errors import InputError
 
 
@@ -50,7 +51,7 @@ def read_layout(experts: nn.Module) -> ExpertLayout:
     return ExpertLayout(names, bool(experts.is_transposed), activate)  # type: ignore[arg-type]
 
 
-UP, DOWN, UP_BIAS, DOWN_BIAS = range(4)
+UP, DOWN = range(2)
 
 
 @dataclass(frozen=True)
@@ -59,111 +60,110 @@ class HeldExperts:
     `ExpertLayout.names`, [instances, ...]; natives are numbered first."""
 
     natives: Sequence[torch.Tensor]
-    foreign: Sequence[torch.Tensor]
+    foreign: Sequence[torch.Tensor] = ()
 
-    def of(self, which: int, instance: int) -> torch.Tensor:
-        natives = len(self.natives[which])
-        if instance < natives:
-            return self.natives[which][instance]
-        return self.foreign[which][instance - natives]
+    def each(self, which: int) -> list[torch.Tensor]:
+        """The tensor of every instance."""
+        foreign = self.foreign[which].unbind(0) if self.foreign else ()
+        return [*self.natives[which].unbind(0), *foreign]
 
-    def run_of(self, which: int, segments: Sequence[Segment]) -> torch.Tensor:
-        """The tensors from the first instance of `segments` to the last, as one view."""
+    def stacked(self, which: int, first: int, last: int) -> torch.Tensor:
+        """The tensors of instances `first` to `last`, all native or all foreign, as one view."""
         natives = len(self.natives[which])
-        first, last = segments[0].instance, segments[-1].instance
         if first < natives:
             return self.natives[which][first : last + 1]
         return self.foreign[which][first - natives : last + 1 - natives]
 
 
 class Projections:
-    """The matrix products of one block: rows grouped by the `segments` of its experts."""
+    """Products of rows, grouped by instance, with the weights of a pass's experts.
 
-    def __init__(
-        self,
-        layout: ExpertLayout,
-        held: HeldExperts,
-        segments: Sequence[Segment],
-        dtype: torch.dtype,
-    ) -> None:
+    `block` tells the instances and how many rows each of them has.
+    """
+
+    def __init__(self, layout: ExpertLayout, held: HeldExperts, dtype: torch.dtype) -> None:
         self.layout = layout
-        self.segments = segments
         self._held = held
         self._dtype = dtype
+        matrices = [[layout.view(weight) for weight in held.each(which)] for which in (UP, DOWN)]
+        self._forward = matrices
+        self._backward = [[matrix.mT for matrix in each] for each in matrices]
+        self._biases = [held.each(which) for which in range(DOWN + 1, len(layout.names))]
 
     def apply(
-        self, which: int, rows: torch.Tensor, out: torch.Tensor | None = None
+        self, which: int, block: Block, rows: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """rows @ W, expert by expert; `out` may take the result, and may not be `rows`."""
-        return self._product(rows, which, transposed=False, out=out)
+        """rows @ W; `out` may take the result, and may not be `rows`."""
+        return self._product(which, self._forward[which], block, rows, out)
 
     def apply_transposed(
-        self, which: int, rows: torch.Tensor, out: torch.Tensor | None = None
+        self, which: int, block: Block, rows: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """rows @ W^T, expert by expert."""
-        return self._product(rows, which, transposed=True, out=out)
+        """rows @ W^T"""
+        return self._product(which, self._backward[which], block, rows, out)
 
-    def bias(self, which: int, segment: Segment) -> torch.Tensor:
-        return self._held.of(which, segment.instance)
+    def biases(self, which: int, block: Block) -> list[torch.Tensor]:
+        """The bias of projection `which` for each of the block's instances."""
+        return [self._biases[which][instance] for instance in block.instances]
 
     def _product(
-        self, rows: torch.Tensor, which: int, *, transposed: bool, out: torch.Tensor | None
+        self,
+        which: int,
+        matrices: list[torch.Tensor],
+        block: Block,
+        rows: torch.Tensor,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
-        stacked = self._held.run_of(which, self.segments)
-        if runs_grouped(rows, stacked, len(self.segments)):
-            weights = self._oriented(stacked, transposed)
-            return F.grouped_mm(rows, weights, offs=self._ends(rows.device))
+        first, last = block.instances[0], block.instances[-1]
+        if last > first and runs_grouped(rows, matrices[first]):
+            stacked = self.layout.view(self._held.stacked(which, first, last))
+            if matrices is self._backward[which]:
+                stacked = stacked.mT
+            return F.grouped_mm(rows, stacked, offs=_ends(block, rows.device))
         if out is None:
-            out = rows.new_empty((len(rows), self._oriented(stacked, transposed).shape[-1]))
-        for segment in self.segments:
-            part = slice(segment.start, segment.stop)
-            weight = self._held.of(which, segment.instance).to(self._dtype)
-            torch.mm(rows[part], self._oriented(weight, transposed), out=out[part])
+            out = rows.new_empty((len(rows), matrices[first].shape[1]))
+        parts = zip(block.instances, rows.split(block.sizes), out.split(block.sizes), strict=True)
+        for instance, part, result in parts:
+            torch.mm(part, matrices[instance].to(self._dtype), out=result)
         return out
 
-    def _oriented(self, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
-        view = self.layout.view(weight)
-        return view.mT if transposed else view
 
-    def _ends(self, device: torch.device) -> torch.Tensor:
-        """Where the rows of each instance end, instances without rows between two others too."""
-        first, last = self.segments[0].instance, self.segments[-1].instance
-        ends = {segment.instance: segment.stop for segment in self.segments}
-        table, end = [], 0
-        for instance in range(first, last + 1):
-            end = ends.get(instance, end)
-            table.append(end)
-        # From pageable memory: the host waits for no work of the device.
-        return torch.tensor(table, dtype=torch.int32).to(device, non_blocking=True)
+def _ends(block: Block, device: torch.device) -> torch.Tensor:
+    """Where the rows of each instance end, of those without rows between two others too."""
+    sizes = dict.fromkeys(range(block.instances[0], block.instances[-1] + 1), 0)
+    sizes.update(zip(block.instances, block.sizes, strict=True))
+    # From pageable memory: the host waits for no work of the device.
+    ends = torch.tensor(list(accumulate(sizes.values())), dtype=torch.int32)
+    return ends.to(device, non_blocking=True)
 
 
-def runs_grouped(rows: torch.Tensor, weights: torch.Tensor, segments: int) -> bool:
+def runs_grouped(rows: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether torch has one kernel for products of several experts: bf16 on CUDA, aligned rows."""
-    fits = rows.dtype == weights.dtype == torch.bfloat16
     return (
         rows.is_cuda
-        and segments > 1
-        and fits
+        and rows.dtype == weight.dtype == torch.bfloat16
         and hasattr(F, "grouped_mm")
-        and all(size * rows.itemsize % 16 == 0 for size in weights.shape[1:])
+        and all(size * rows.itemsize % 16 == 0 for size in weight.shape)
     )
 
 
-def expert_forward(projections: Projections, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def expert_forward(
+    projections: Projections, block: Block, x: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
     """scale * expert(x), [m, H]. Overwrites `x` [m, H]; `scale` [m, 1] is fp32 or wider."""
-    layout = projections.layout
-    inner = layout.activate(_up(projections, x)) * scale
-    value = projections.apply(DOWN, inner.to(x.dtype), out=x)
-    if layout.has_bias:
-        for segment in projections.segments:
-            part = slice(segment.start, segment.stop)
-            value[part] += (scale[part] * projections.bias(DOWN_BIAS, segment)).to(value.dtype)
+    inner = projections.layout.activate(_up(projections, block, x)) * scale
+    value = projections.apply(DOWN, block, inner.to(x.dtype), out=x)
+    if projections.layout.has_bias:
+        parts = zip(value.split(block.sizes), scale.split(block.sizes), strict=True)
+        for (part, factor), bias in zip(parts, projections.biases(DOWN, block), strict=True):
+            part += (factor * bias).to(value.dtype)
     return value
 
 
 def expert_backward(
     projections: Projections,
     gradients: "Gradients | None",
+    block: Block,
     *,
     x: torch.Tensor,
     upstream: torch.Tensor,
@@ -175,31 +175,35 @@ def expert_backward(
     Overwrites `x`. `gradients` is None where the experts are frozen.
     """
     layout = projections.layout
-    up = _up(projections, x).requires_grad_()
+    up = _up(projections, block, x).requires_grad_()
     with torch.enable_grad():
         inner = layout.activate(up)
     activated = inner.detach()
     # <W2 g, a> from the gradient before scaling: the expert's output is never recomputed.
-    back = projections.apply_transposed(DOWN, upstream).to(activated.dtype)
+    back = projections.apply_transposed(DOWN, block, upstream).to(activated.dtype)
     d_scale = (back * activated).sum(-1)
     (d_up,) = torch.autograd.grad(inner, up, back.mul_(scale))
     del inner, up, back
     if layout.has_bias:
-        for segment in projections.segments:
-            part = slice(segment.start, segment.stop)
-            bias = projections.bias(DOWN_BIAS, segment).to(d_scale.dtype)
-            d_scale[part] += upstream[part].to(d_scale.dtype) @ bias
+        parts = zip(d_scale.split(block.sizes), upstream.split(block.sizes), strict=True)
+        for (part, g), bias in zip(parts, projections.biases(DOWN, block), strict=True):
+            part += g.to(part.dtype) @ bias.to(part.dtype)
     if gradients is not None:
-        gradients.add(layout, projections.segments, (x, d_up), (activated * scale, upstream), scale)
-    return projections.apply_transposed(UP, d_up.to(x.dtype), out=x), d_scale
+        gradients.add(UP, block, x, d_up)
+        gradients.add(DOWN, block, activated * scale, upstream)
+        if layout.has_bias:
+            gradients.add_biases(block, d_up, upstream * scale)
+        gradients.written.update(block.instances)
+    return projections.apply_transposed(UP, block, d_up.to(x.dtype), out=x), d_scale
 
 
-def _up(projections: Projections, x: torch.Tensor) -> torch.Tensor:
+def _up(projections: Projections, block: Block, x: torch.Tensor) -> torch.Tensor:
     """The up projection in what gates are computed in: rounding is left to the products alone."""
-    up = projections.apply(UP, x)
+    up = projections.apply(UP, block, x)
     if projections.layout.has_bias:
-        for segment in projections.segments:
-            up[segment.start : segment.stop] += projections.bias(UP_BIAS, segment)
+        parts = zip(up.split(block.sizes), projections.biases(UP, block), strict=True)
+        for part, bias in parts:
+            part += bias
     return up.to(accurate(x.dtype))
 
 
@@ -215,41 +219,32 @@ class Gradients:
     zeroed but the instances without any.
     """
 
-    def __init__(self, sums: HeldExperts) -> None:
-        self.sums = sums
-        self._written: set[int] = set()
+    def __init__(self, layout: ExpertLayout, sums: HeldExperts) -> None:
+        self.written: set[int] = set()
+        self._sums = sums
+        self._matrices = [[layout.view(each) for each in sums.each(which)] for which in (UP, DOWN)]
+        self._biases = [sums.each(which) for which in range(DOWN + 1, len(layout.names))]
 
-    def add(
-        self,
-        layout: ExpertLayout,
-        segments: Sequence[Segment],
-        up: tuple[torch.Tensor, torch.Tensor],
-        down: tuple[torch.Tensor, torch.Tensor],
-        scale: torch.Tensor,
-    ) -> None:
-        """Add left^T right of the (left, right) rows of both projections, and bias gradients."""
-        for segment in segments:
-            part = slice(segment.start, segment.stop)
-            fresh = segment.instance not in self._written
-            self._written.add(segment.instance)
-            for which, (left, right) in ((UP, up), (DOWN, down)):
-                total = layout.view(self.sums.of(which, segment.instance))
-                _accumulate(total, left[part], right[part], fresh=fresh)
-            if layout.has_bias:
-                d_biases = (up[1][part], down[1][part] * scale[part])
-                for which, d_bias in zip((UP_BIAS, DOWN_BIAS), d_biases, strict=True):
-                    total = self.sums.of(which, segment.instance)
-                    total.copy_(d_bias.sum(0)) if fresh else total.add_(d_bias.sum(0))
+    def add(self, which: int, block: Block, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add left^T right of each instance's rows to its gradient of projection `which`."""
+        parts = zip(left.split(block.sizes), right.split(block.sizes), strict=True)
+        for instance, (rows, columns) in zip(block.instances, parts, strict=True):
+            fresh = instance not in self.written
+            _accumulate(self._matrices[which][instance], rows, columns, fresh=fresh)
+
+    def add_biases(self, block: Block, *d_biases: torch.Tensor) -> None:
+        for totals, rows in zip(self._biases, d_biases, strict=True):
+            for instance, part in zip(block.instances, rows.split(block.sizes), strict=True):
+                total = totals[instance]
+                total.add_(part.sum(0)) if instance in self.written else total.copy_(part.sum(0))
 
     def finish(self) -> HeldExperts:
-        """The sums, zero where no product was written."""
-        natives = len(self.sums.natives[UP])
-        held = natives + (len(self.sums.foreign[UP]) if self.sums.foreign else 0)
-        for instance in range(held):
-            if instance not in self._written:
-                for which in range(len(self.sums.natives)):
-                    self.sums.of(which, instance).zero_()
-        return self.sums
+        """The sums, zero where nothing was written."""
+        for totals in [*self._matrices, *self._biases]:
+            for instance, total in enumerate(totals):
+                if instance not in self.written:
+                    total.zero_()
+        return self._sums
 
 
 def _accumulate(

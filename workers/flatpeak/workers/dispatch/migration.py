@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from flatpeak.workers.dispatch.exchange import Arriving, exchange
-from flatpeak.workers.dispatch.experts import Gradients, HeldExperts, accurate
+from flatpeak.workers.dispatch.experts import ExpertLayout, Gradients, HeldExperts, accurate
 from flatpeak.workers.dispatch.routing import Group, Routing
 
 
@@ -37,7 +37,7 @@ class Migration:
             for weight in native
         ]
 
-    def gradients(self, native: Sequence[torch.Tensor]) -> Gradients:
+    def gradients(self, layout: ExpertLayout, native: Sequence[torch.Tensor]) -> Gradients:
         """Accumulators for the weight gradients, not yet written."""
         mine, foreign = [], []
         for weight in native:
@@ -45,7 +45,7 @@ class Migration:
             mine.append(torch.empty_like(weight, dtype=wide))
             shape = (sum(self._receive), *weight.shape[1:])
             foreign.append(weight.new_empty(shape, dtype=wide))
-        return Gradients(HeldExperts(mine, foreign if self.needed else ()))
+        return Gradients(layout, HeldExperts(mine, foreign if self.needed else ()))
 
     def return_gradients(self, gradients: HeldExperts) -> None:
         """Add the foreign gradients to the native ones of their owners, in rank order."""

@@ -89,7 +89,7 @@ class _Pass(ABC):
         )
         self._buffers = make_buffers(extent_of(routing, len(expert_ids)), self._rows, device)
         self._migration = Migration(routing, layer.group)
-        self._held = HeldExperts(parameters, ())
+        self._projections = Projections(self._layout, HeldExperts(parameters), self._rows.dtype)
         self._foreign: list[Arriving] = []
         self._result = torch.zeros_like(values[0], memory_format=torch.contiguous_format)
 
@@ -98,7 +98,6 @@ class _Pass(ABC):
         self,
         flight: _Flight,
         block: Block,
-        projections: Projections,
         landed: Sequence[torch.Tensor],
         scale: torch.Tensor,
     ) -> torch.Tensor:
@@ -169,8 +168,8 @@ class _Pass(ABC):
         self._begin(flight)
         for block in blocks(labels, self._routing, chunk, size=block_routes(self._result.device)):
             scale = weights[block.routes].to(sums.dtype).unsqueeze(-1)
-            projections = self._projections(block)
-            values = self._compute_block(flight, block, projections, landed, scale)
+            self._wait_for_foreign(block)
+            values = self._compute_block(flight, block, landed, scale)
             block.add(own, sums, values.to(sums.dtype), chunk_sized=slot.own is not None)
         if self._buffers.wide is not None:
             slot.sums[: flight.received].copy_(sums)
@@ -183,12 +182,12 @@ class _Pass(ABC):
     def _end(self, flight: _Flight) -> None:
         """After the last block of a chunk."""
 
-    def _projections(self, block: Block) -> Projections:
-        foreign = block.segments[0].instance >= len(self._parameters[0])
-        if foreign and not self._held.foreign:
-            arrived = [arriving.wait() for arriving in self._foreign]
-            self._held = HeldExperts(self._parameters, arrived)
-        return Projections(self._layout, self._held, block.segments, self._rows.dtype)
+    def _wait_for_foreign(self, block: Block) -> None:
+        """The first block of foreign experts needs their weights."""
+        if self._foreign and block.instances[0] >= len(self._parameters[0]):
+            held = HeldExperts(self._parameters, [each.wait() for each in self._foreign])
+            self._projections = Projections(self._layout, held, self._rows.dtype)
+            self._foreign = []
 
     def _send_back(self, flight: _Flight) -> None:
         with self._lanes.travelling():
@@ -236,11 +235,12 @@ class Forward(_Pass):
         self,
         flight: _Flight,
         block: Block,
-        projections: Projections,
         landed: Sequence[torch.Tensor],
         scale: torch.Tensor,
     ) -> torch.Tensor:
-        return expert_forward(projections, block.take(self._values[0], landed[0]), scale)
+        return expert_forward(
+            self._projections, block, block.take(self._values[0], landed[0]), scale
+        )
 
 
 class Backward(_Pass):
@@ -261,7 +261,9 @@ class Backward(_Pass):
         values = [hidden, upstream]
         super().__init__(layer, routing, values, expert_ids, expert_weights, parameters)
         self.d_weights = torch.zeros_like(expert_weights, memory_format=torch.contiguous_format)
-        self._gradients = self._migration.gradients(parameters) if train_experts else None
+        self._gradients = (
+            self._migration.gradients(self._layout, parameters) if train_experts else None
+        )
 
     @property
     def d_hidden(self) -> torch.Tensor:
@@ -282,7 +284,6 @@ class Backward(_Pass):
         self,
         flight: _Flight,
         block: Block,
-        projections: Projections,
         landed: Sequence[torch.Tensor],
         scale: torch.Tensor,
     ) -> torch.Tensor:
@@ -290,7 +291,7 @@ class Backward(_Pass):
             block.take(own, rows) for own, rows in zip(self._values, landed, strict=True)
         )
         d_x, d_scale = expert_backward(
-            projections, self._gradients, x=x, upstream=upstream, scale=scale
+            self._projections, self._gradients, block, x=x, upstream=upstream, scale=scale
         )
         d_weights = flight.slot.d_weights.view(-1)
         d_weights.index_copy_(0, block.routes, d_scale.to(d_weights.dtype))

@@ -5,7 +5,7 @@ rank's own tokens are read in place, those of others where they landed. In table
 chunk the own ones come first.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -94,24 +94,6 @@ def positions(chunk: Chunk, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Run:
-    """Rows [start, stop) of a block that have one source and one instance: no row occurs twice."""
-
-    own: bool
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Rows [start, stop) of a block that one instance computes."""
-
-    instance: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class Block:
     """Routes that are computed together, grouped by instance, own tokens first in each."""
 
@@ -121,16 +103,17 @@ class Block:
     """Numbers of the own tokens in the chunk, and of the landed rows."""
     places: torch.Tensor
     """The same with own tokens as positions in the layer."""
-    segments: tuple[Segment, ...]
-    runs: tuple[Run, ...]
+    instances: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """Routes of each of the instances."""
+    runs: tuple[tuple[bool, int], ...]
+    """(whether of own tokens, routes): within one instance and source no token occurs twice."""
 
     def take(self, own: torch.Tensor, landed: torch.Tensor) -> torch.Tensor:
         """One row a route, from the layer-sized `own` and the chunk's `landed`."""
         taken = own.new_empty((len(self.rows), own.shape[1]))
-        for run in self.runs:
-            source = own if run.own else landed
-            part = slice(run.start, run.stop)
-            torch.index_select(source, 0, self.places[part], out=taken[part])
+        for is_own, place, part in self._runs(self.places, taken):
+            torch.index_select(own if is_own else landed, 0, place, out=part)
         return taken
 
     def add(
@@ -138,12 +121,17 @@ class Block:
     ) -> None:
         """Add each route's row of `values` to that of its token; `own` may be `chunk_sized`.
 
-        Run by run: within one no token occurs twice, so no two additions race on any device.
+        Run by run, so that no two additions race on any device.
         """
         rows = self.rows if chunk_sized else self.places
-        for run in self.runs:
-            part = slice(run.start, run.stop)
-            (own if run.own else landed).index_add_(0, rows[part], values[part])
+        for is_own, row, part in self._runs(rows, values):
+            (own if is_own else landed).index_add_(0, row, part)
+
+    def _runs(
+        self, rows: torch.Tensor, values: torch.Tensor
+    ) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
+        sides, sizes = zip(*self.runs, strict=True)
+        return zip(sides, rows.split(sizes), values.split(sizes), strict=True)
 
 
 def blocks(labels: torch.Tensor, routing: Routing, chunk: Chunk, *, size: int) -> Iterator[Block]:
@@ -168,8 +156,19 @@ def blocks(labels: torch.Tensor, routing: Routing, chunk: Chunk, *, size: int) -
     start = 0
     for pieces in _packed(chunk, natives, size):
         stop = start + sum(own + landed for _, own, landed in pieces)
-        segments, runs = _cuts(pieces)
-        yield Block(routes[start:stop], rows[start:stop], places[start:stop], segments, runs)
+        yield Block(
+            routes[start:stop],
+            rows[start:stop],
+            places[start:stop],
+            instances=tuple(instance for instance, _, _ in pieces),
+            sizes=tuple(own + landed for _, own, landed in pieces),
+            runs=tuple(
+                (side, size)
+                for _, *counts in pieces
+                for side, size in zip((True, False), counts)
+                if size
+            ),
+        )
         start = stop
 
 
@@ -198,16 +197,3 @@ def _pieces(own: int, landed: int, size: int) -> Iterator[tuple[int, int]]:
         piece = min(size, own + landed - done)
         of_own = min(max(own - done, 0), piece)
         yield of_own, piece - of_own
-
-
-def _cuts(pieces: Sequence[_Piece]) -> tuple[tuple[Segment, ...], tuple[Run, ...]]:
-    segments: list[Segment] = []
-    runs: list[Run] = []
-    start = 0
-    for instance, own, landed in pieces:
-        segments.append(Segment(instance, start, start + own + landed))
-        runs += [Run(True, start, start + own)] if own else []
-        start += own
-        runs += [Run(False, start, start + landed)] if landed else []
-        start += landed
-    return tuple(segments), tuple(runs)
