@@ -103,7 +103,7 @@ class _Pass(ABC):
     ) -> torch.Tensor:
         """What the block's routes add to their rows, [routes, H]."""
 
-    def run(self) -> None:
+    def _go(self) -> None:
         """Compute each chunk while the next is on its way out and the last on its way back.
 
         The loop is the same on all ranks, so each exchange is issued where the others issue theirs.
@@ -165,7 +165,6 @@ class _Pass(ABC):
         sums = slot.sums if self._buffers.wide is None else self._buffers.wide
         sums = sums[: flight.received].zero_()
         own = self._result if slot.own is None else slot.own.zero_()
-        self._begin(flight)
         for block in blocks(labels, self._routing, chunk, size=block_routes(self._result.device)):
             scale = weights[block.routes].to(sums.dtype).unsqueeze(-1)
             self._wait_for_foreign(block)
@@ -173,14 +172,7 @@ class _Pass(ABC):
             block.add(own, sums, values.to(sums.dtype), chunk_sized=slot.own is not None)
         if self._buffers.wide is not None:
             slot.sums[: flight.received].copy_(sums)
-        self._end(flight)
         flight.computed = self._lanes.mark()
-
-    def _begin(self, flight: _Flight) -> None:
-        """Before the first block of a chunk."""
-
-    def _end(self, flight: _Flight) -> None:
-        """After the last block of a chunk."""
 
     def _wait_for_foreign(self, block: Block) -> None:
         """The first block of foreign experts needs their weights."""
@@ -227,8 +219,9 @@ class Forward(_Pass):
     ) -> None:
         super().__init__(layer, routing, [hidden], expert_ids, expert_weights, parameters)
 
-    @property
-    def output(self) -> torch.Tensor:
+    def run(self) -> torch.Tensor:
+        """The output [N, H]. Collective."""
+        self._go()
         return self._result
 
     def _compute_block(
@@ -260,25 +253,20 @@ class Backward(_Pass):
     ) -> None:
         values = [hidden, upstream]
         super().__init__(layer, routing, values, expert_ids, expert_weights, parameters)
-        self.d_weights = torch.zeros_like(expert_weights, memory_format=torch.contiguous_format)
+        self._d_weights = torch.zeros_like(expert_weights, memory_format=torch.contiguous_format)
         self._gradients = (
             self._migration.gradients(self._layout, parameters) if train_experts else None
         )
 
-    @property
-    def d_hidden(self) -> torch.Tensor:
-        return self._result
-
-    def finish_gradients(self) -> Sequence[torch.Tensor]:
-        """Gradients of the parameters, fp32 or wider; none where they are frozen. Collective."""
+    def run(self) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
+        """Gradients of hidden, of the route weights, and of the parameters: fp32 or wider, none
+        where they are frozen. Collective."""
+        self._go()
         if self._gradients is None:
-            return ()
+            return self._result, self._d_weights, ()
         sums = self._gradients.finish()
         self._migration.return_gradients(sums)
-        return sums.natives
-
-    def _begin(self, flight: _Flight) -> None:
-        flight.slot.d_weights.zero_()
+        return self._result, self._d_weights, sums.natives
 
     def _compute_block(
         self,
@@ -297,20 +285,22 @@ class Backward(_Pass):
         d_weights.index_copy_(0, block.routes, d_scale.to(d_weights.dtype))
         return d_x
 
-    def _end(self, flight: _Flight) -> None:
-        place = self.d_weights[flight.chunk.tokens]
-        place.copy_(flight.slot.d_weights[: len(place)])
+    def _compute(self, flight: _Flight) -> None:
+        flight.slot.d_weights.zero_()
+        super()._compute(flight)
 
     def _send_back(self, flight: _Flight) -> None:
         super()._send_back(flight)
         with self._lanes.travelling():
-            own = len(self.d_weights[flight.chunk.tokens])
+            own = len(self._d_weights[flight.chunk.tokens])
             rows = flight.slot.d_weights[own : own + flight.received]
             flight.returning.append(self._return(flight, rows, self._buffers.returned_d_weights))
 
     def _bring_home(self, flight: _Flight) -> None:
         with self._lanes.travelling():
-            flight.journey.scatter(self.d_weights, flight.returning[1].wait())
+            place = self._d_weights[flight.chunk.tokens]
+            place.copy_(flight.slot.d_weights[: len(place)])
+            flight.journey.scatter(self._d_weights, flight.returning[1].wait())
         super()._bring_home(flight)
 
 

@@ -19,7 +19,7 @@ from flatpeak.workers.dispatch.passes import Backward, Forward
 from flatpeak.workers.dispatch.routing import Group, Routing, make_routing
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.partition import part
-from flatpeak.workers.recompute import is_recomputing
+from flatpeak.workers.recompute import decide_once, is_recomputing
 from flatpeak.workers.scopes import scope
 
 GradSink = Callable[[nn.Parameter, torch.Tensor], None]
@@ -100,8 +100,10 @@ class _Layer:
     def agree(self, expert_ids: torch.Tensor) -> Routing:
         if self.routing is not None:
             return self.routing
-        return make_routing(
-            expert_ids, experts=self.experts, group=self.group, options=self.options
+        return decide_once(
+            lambda: make_routing(
+                expert_ids, experts=self.experts, group=self.group, options=self.options
+            )
         )
 
 
@@ -118,15 +120,12 @@ class _Dispatch(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden, expert_ids, expert_weights, *parameters)
         ctx.layer = layer
-        ctx.routing = None
         with scope("dispatch"):
+            ctx.routing = layer.agree(expert_ids)
             if skip:
                 # Loud where the promise that nobody reads it does not hold.
                 return torch.full_like(hidden, torch.nan)
-            ctx.routing = layer.agree(expert_ids)
-            work = Forward(layer, ctx.routing, hidden, expert_ids, expert_weights, parameters)
-            work.run()
-            return work.output
+            return Forward(layer, ctx.routing, hidden, expert_ids, expert_weights, parameters).run()
 
     @staticmethod
     @once_differentiable
@@ -134,21 +133,17 @@ class _Dispatch(torch.autograd.Function):
         hidden, expert_ids, expert_weights, *parameters = ctx.saved_tensors
         layer: _Layer = ctx.layer
         with scope("dispatch"):
-            # A skipped recomputation leaves the routing to us: a function of the same ids, so it is
-            # the forward's.
-            routing = ctx.routing or layer.agree(expert_ids)
-            work = Backward(
+            # The pass and its buffers are gone when the gradients are handed on.
+            d_hidden, d_weights, gradients = Backward(
                 layer,
-                routing,
+                ctx.routing,
                 hidden,
                 upstream,
                 expert_ids,
                 expert_weights,
                 parameters,
                 train_experts=any(ctx.needs_input_grad[5:]),
-            )
-            work.run()
-            gradients = work.finish_gradients()
+            ).run()
             if gradients and layer.grad_sink is not None:
                 _hand_over(layer.grad_sink, layer.parameters, gradients)
                 gradients = ()
@@ -160,7 +155,7 @@ class _Dispatch(torch.autograd.Function):
                 if gradients
                 else [None] * len(parameters)
             )
-            return None, None, work.d_hidden, None, work.d_weights, *delivered
+            return None, None, d_hidden, None, d_weights, *delivered
 
 
 def _hand_over(

@@ -162,12 +162,7 @@ def blocks(labels: torch.Tensor, routing: Routing, chunk: Chunk, *, size: int) -
             places[start:stop],
             instances=tuple(instance for instance, _, _ in pieces),
             sizes=tuple(own + landed for _, own, landed in pieces),
-            runs=tuple(
-                (side, size)
-                for _, *counts in pieces
-                for side, size in zip((True, False), counts)
-                if size
-            ),
+            runs=tuple(run for piece in pieces for run in _runs(piece)),
         )
         start = stop
 
@@ -197,3 +192,11 @@ def _pieces(own: int, landed: int, size: int) -> Iterator[tuple[int, int]]:
         piece = min(size, own + landed - done)
         of_own = min(max(own - done, 0), piece)
         yield of_own, piece - of_own
+
+
+def _runs(piece: _Piece) -> Iterator[tuple[bool, int]]:
+    _, own, landed = piece
+    if own:
+        yield True, own
+    if landed:
+        yield False, landed
