@@ -41,6 +41,10 @@ class DispatchPlan:
     def natives(self) -> tuple[range, ...]:
         return tuple(range(*bounds) for bounds in parts(self.experts, self.ranks))
 
+    def owner(self, expert: int) -> int:
+        """The rank that natively has the expert."""
+        return next(rank for rank, owned in enumerate(self.natives) if expert in owned)
+
     @cached_property
     def foreign(self) -> tuple[tuple[int, ...], ...]:
         """Experts of other ranks that each rank computes, by rising number, hence by owner."""

@@ -23,7 +23,11 @@ class Extent:
     """Rows that leave."""
     received: int
     """Rows that arrive."""
+    computed: int
+    """Routes of all these rows that are computed here."""
     chunks: int
+    layer_tokens: int
+    """Own tokens of the whole layer."""
 
     @property
     def slots(self) -> int:

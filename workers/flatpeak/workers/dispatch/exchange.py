@@ -1,10 +1,12 @@
-"""All-to-all of rows between the ranks of an expert group.
+"""What travels between the ranks of an expert group: rows all to all, single tensors in pairs.
 
-Every exchange is issued by all ranks in the same order, an empty one included, so none can wait for
-an exchange that another rank skipped.
+Every all-to-all is issued by all ranks in the same order, an empty one included, so none can wait
+for one that another rank skipped. Of tensors in pairs, both sides know from the plan which there
+are and in which order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -46,3 +48,21 @@ def exchange(
         landing, rows, list(receive), list(send), group=group, async_op=True
     )
     return Arriving(landing, rows, work)
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A contiguous tensor to or from another rank of the group."""
+
+    tensor: torch.Tensor
+    rank: int
+
+
+def trade(outbox: Iterable[Letter], inbox: Iterable[Letter], group: Group) -> list[dist.Work]:
+    """Start to send and receive letters. Between two ranks they match in the order given."""
+    operations = [
+        dist.P2POp(operation, letter.tensor, group=group, group_peer=letter.rank)
+        for operation, letters in ((dist.isend, outbox), (dist.irecv, inbox))
+        for letter in letters
+    ]
+    return dist.batch_isend_irecv(operations) if operations else []

@@ -17,7 +17,7 @@ from flatpeak.workers.dispatch.experts import (
     expert_forward,
 )
 from flatpeak.workers.dispatch.lanes import Lanes, lanes_of
-from flatpeak.workers.dispatch.migration import Migration
+from flatpeak.workers.dispatch.migration import ForeignWeights, Migration
 from flatpeak.workers.dispatch.routing import Chunk, Group, Routing
 from flatpeak.workers.dispatch.rows import Block, Journey, RowFormat, blocks
 
@@ -90,7 +90,7 @@ class _Pass(ABC):
         self._buffers = make_buffers(extent_of(routing, len(expert_ids)), self._rows, device)
         self._migration = Migration(routing, layer.group)
         self._projections = Projections(self._layout, HeldExperts(parameters), self._rows.dtype)
-        self._foreign: list[Arriving] = []
+        self._foreign: ForeignWeights | None = None
         self._result = torch.zeros_like(values[0], memory_format=torch.contiguous_format)
 
     @abstractmethod
@@ -127,8 +127,9 @@ class _Pass(ABC):
             behind.append(here)
         self._bring_home(behind[-1])
         self._lanes.follow(behind[-1].home)
-        for arriving in self._foreign:
-            arriving.wait()
+        if self._foreign is not None:
+            self._foreign.wait()
+        del self._buffers
 
     def _start(self) -> None:
         started = self._lanes.mark()
@@ -176,10 +177,10 @@ class _Pass(ABC):
 
     def _wait_for_foreign(self, block: Block) -> None:
         """The first block of foreign experts needs their weights."""
-        if self._foreign and block.instances[0] >= len(self._parameters[0]):
-            held = HeldExperts(self._parameters, [each.wait() for each in self._foreign])
+        if self._foreign is not None and block.instances[0] >= len(self._parameters[0]):
+            held = HeldExperts(self._parameters, self._foreign.wait())
             self._projections = Projections(self._layout, held, self._rows.dtype)
-            self._foreign = []
+            self._foreign = None
 
     def _send_back(self, flight: _Flight) -> None:
         with self._lanes.travelling():
@@ -311,5 +312,7 @@ def extent_of(routing: Routing, tokens: int) -> Extent:
         tokens=max(len(range(tokens)[chunk.tokens]) for chunk in chunks),
         sent=max(sum(chunk.send) for chunk in chunks),
         received=max(sum(chunk.receive) for chunk in chunks),
+        computed=max(sum(chunk.own_routes) + sum(chunk.landed_routes) for chunk in chunks),
         chunks=len(chunks),
+        layer_tokens=tokens,
     )
