@@ -46,7 +46,7 @@ class DispatchPlan:
     def experts(self) -> int:
         return len(self.segments)
 
-    @property
+    @cached_property
     def natives(self) -> tuple[range, ...]:
         return native_experts(self.experts, self.ranks)
 

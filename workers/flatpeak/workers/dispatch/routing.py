@@ -141,7 +141,9 @@ def agree(
     `held` has the expert ids [N, k] of each rank that is at hand, and `gather` makes of one table
     for each of those the stack of all ranks' tables. All ranks call it equally often.
     """
-    summaries = _read(gather([_summary(ids, r, ranks, experts) for r, ids in held.items()]))
+    summaries = _read(
+        gather([_summary(ids, r, ranks, experts, options) for r, ids in held.items()])
+    )
     _check_ids(summaries, experts)
     tokens, native_table = int(summaries[:, 2].max()), summaries[:, None, 3:]
     counts = native_table[:, 0, ranks:]
@@ -186,14 +188,23 @@ def _finer_cut(cut: _Cut, table: np.ndarray, tokens: int, options: DispatchOptio
     return _Cut(cut.steps, ceil(ranks / cap))
 
 
-def _summary(expert_ids: torch.Tensor, rank: int, ranks: int, experts: int) -> torch.Tensor:
-    """[smallest id, largest id, tokens, *native table of one chunk], int64."""
-    ids = expert_ids.long()
+def _summary(
+    expert_ids: torch.Tensor, rank: int, ranks: int, experts: int, options: DispatchOptions
+) -> torch.Tensor:
+    """[smallest id, largest id, tokens, *native table of one chunk], int64.
+
+    A rank that needs several chunks leaves the rows zero, as no rank will read them.
+    """
+    ids, tokens = expert_ids.long(), len(expert_ids)
     low, high = ids.aminmax() if ids.numel() else (ids.new_zeros(()), ids.new_zeros(()))
-    bounds = torch.stack([low, high, ids.new_full((), len(ids))])
-    owners = _owners([len(held) for held in native_experts(experts, ranks)], ids.device)
-    table = _count(ids.clamp(0, experts - 1), owners, rank, ranks, _Cut(1))
-    return torch.cat([bounds, table[0]])
+    bounds = torch.stack([low, high, ids.new_full((), tokens)])
+    ids = ids.clamp(0, experts - 1)
+    if _first_cut(tokens, options).chunks > 1:
+        rows = ids.new_zeros(1, ranks)
+    else:
+        natives = [len(held) for held in native_experts(experts, ranks)]
+        rows = _count_rows(ids, _owners(natives, ids.device), rank, ranks, steps=1)
+    return torch.cat([bounds, rows[0], _count_routes(ids, experts, steps=1)[0]])
 
 
 def _check_ids(summaries: np.ndarray, experts: int) -> None:
@@ -206,27 +217,32 @@ def _check_ids(summaries: np.ndarray, experts: int) -> None:
 
 
 def _chunk_table(view: Routing, labels: torch.Tensor, cut: _Cut) -> torch.Tensor:
-    owners = view.owners(labels.device)
-    return _count(labels.long(), owners, view.rank, view.plan.ranks, cut)
-
-
-def _count(
-    labels: torch.Tensor, owners: torch.Tensor, rank: int, ranks: int, cut: _Cut
-) -> torch.Tensor:
-    """[chunks, ranks + instances] int32: rows to each other rank, routes to each instance.
-
-    `labels` [N, k] int64 numbers instances, whose ranks are `owners`.
-    """
-    (tokens, k), instances, steps = labels.shape, len(owners), cut.steps
-    travels = visits(owners.take(labels), ranks, rank)
-    travels = F.pad(travels, (0, 0, 0, -tokens % steps))
-    rows = travels.view(ceil(tokens / steps), steps, ranks).sum(0, dtype=torch.int32)
-    keys = labels + (torch.arange(tokens, device=labels.device) % steps * instances)[:, None]
-    routes = rows.new_zeros(steps * instances)
-    routes.scatter_add_(0, keys.flatten(), routes.new_ones(tokens * k))
-    table = rows.new_zeros(steps, cut.groups, ranks + instances)
-    table[:, rank % cut.groups] = torch.cat([rows, routes.view(steps, instances)], dim=1)
+    """[chunks, ranks + instances] int32: rows to each other rank, routes to each instance."""
+    labels, owners, ranks = labels.long(), view.owners(labels.device), view.plan.ranks
+    rows = _count_rows(labels, owners, view.rank, ranks, cut.steps)
+    routes = _count_routes(labels, len(owners), cut.steps)
+    table = rows.new_zeros(cut.steps, cut.groups, ranks + len(owners))
+    table[:, view.rank % cut.groups] = torch.cat([rows, routes], dim=1)
     return table.flatten(0, 1)
+
+
+def _count_rows(
+    labels: torch.Tensor, owners: torch.Tensor, rank: int, ranks: int, steps: int
+) -> torch.Tensor:
+    """[steps, ranks] int32, for the instances `labels` [N, k] int64 on the ranks `owners`."""
+    travels = visits(owners.take(labels), ranks, rank)
+    turns = -(-len(labels) // steps)
+    travels = F.pad(travels, (0, 0, 0, turns * steps - len(labels)))
+    return travels.view(turns, steps, ranks).sum(0, dtype=torch.int32)
+
+
+def _count_routes(labels: torch.Tensor, instances: int, steps: int) -> torch.Tensor:
+    """[steps, instances] int32."""
+    step = torch.arange(len(labels), device=labels.device) % steps
+    cells = (labels + (step * instances)[:, None]).flatten()
+    routes = torch.zeros(steps * instances, dtype=torch.int32, device=labels.device)
+    routes.scatter_add_(0, cells, torch.ones_like(cells, dtype=torch.int32))
+    return routes.view(steps, instances)
 
 
 def visits(ranks_of: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
