@@ -117,15 +117,18 @@ def plan_least_loaded(
 ) -> DispatchPlan:
     """Move routes of overloaded ranks to those with room (least-loaded assignment, LLA).
 
-    `counts` [E_p, E]: routes of each source rank to each expert. A rank is overloaded above
-    `capacity_factor` times the mean load. No rank gets more than `max_foreign` foreign experts, and
-    no piece that moves has fewer than `min_chunk` routes, or an eighth of the capacity if that is
-    less. No load rises above the largest native one, nor above the capacity by a whole piece.
+    `counts` [E_p, E]: routes of each source rank to each expert. The capacity of a rank is
+    `capacity_factor` times the mean load; a *piece* is `min_chunk` routes, or an eighth of the
+    capacity if that is less. For any counts:
 
-    An owner stays above the capacity only where the least piece or `max_foreign` forbids the move.
-    With room for any number of foreign experts, or with at most one expert a rank, whatever could
-    move by pieces of one route ends within the capacity. Else what still could move, of any one
-    expert, is less than a `max_foreign`-th of the largest native gap to the capacity.
+    * No rank has more than `max_foreign` foreign experts, nor less than a piece of one.
+    * Foreign routes raise no load above the largest native one, nor to the capacity plus a piece.
+    * What an owner above the capacity could give next, the less of its overflow and its heaviest
+      expert, is below a piece, or below `1 / max_foreign` of the largest room any rank had.
+
+    With pieces of one route no rank exceeds the capacity if there are places for all experts, or if
+    no rank owns two (one place is then enough, as in the alias method: Vose, 1991). Between these,
+    whether a plan within the capacity exists is a packing problem, and this rule may miss one.
 
     Raises `InputError` for a capacity factor below 1, where not all routes find a place.
     """
