@@ -93,6 +93,8 @@ class DispatchPlan:
         intervals = zip(self.segments, first.tolist(), (first + own).tolist(), strict=True)
         found: list[tuple[int, int]] = []
         for expert, (pieces, start, stop) in enumerate(intervals):
+            if start == stop:
+                continue
             begin = 0
             for rank, routes in pieces:
                 inside = min(stop, begin + routes) - max(start, begin)

@@ -185,6 +185,7 @@ def _finer_cut(cut: _Cut, table: np.ndarray, tokens: int, options: DispatchOptio
         return _Cut(min(max(cut.steps + 1, proportional), tokens))
     # One token a rank and still too many rows: let fewer ranks send at once. At most `cap` of them
     # then do, each one row, so this cut holds.
+    assert cut.groups == 1, f"{worst} rows arrive from {ceil(ranks / cut.groups)} ranks at once"
     return _Cut(cut.steps, ceil(ranks / cap))
 
 
