@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatpeak.workers.dispatch import DispatchOptions, Routing, assumed_routing, make_routing
+from flatpeak.workers.dispatch.assignment import DispatchPlan
+from flatpeak.workers.dispatch.routing import agree
 from flatpeak.workers.errors import InputError
 from moe_families import random_ids
 from ranks import run_ranks
@@ -64,6 +66,111 @@ def test_what_one_rank_sends_is_what_the_other_expects_and_no_route_is_lost(
     assert computed == sum(each.numel() for each in ids)
 
 
+def expected_labels(plan: DispatchPlan, ids: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The instance of every route, one at a time, in the global order of each expert's routes."""
+    labels = [torch.empty_like(each) for each in ids]
+    queues = [
+        [plan.instance(expert, rank) for rank, routes in pieces for _ in range(routes)]
+        for expert, pieces in enumerate(plan.segments)
+    ]
+    for each, of_rank in zip(ids, labels, strict=True):
+        for place, expert in enumerate(each.flatten().tolist()):
+            of_rank.view(-1)[place] = queues[expert].pop(0)
+    assert not any(queues)
+    return labels
+
+
+@settings(deadline=None, max_examples=150)
+@given(routed_ranks(), options)
+def test_every_size_is_what_counting_the_labels_gives(
+    routed: tuple[int, list[torch.Tensor]], chosen: DispatchOptions
+):
+    experts, ids = routed
+    views = routings(experts, ids, chosen)
+    labels = expected_labels(views[0].plan, ids)
+    owners = views[0].owners(torch.device("cpu")).tolist()
+    for rank, view in enumerate(views):
+        assert torch.equal(view.label(ids[rank]).long(), labels[rank])
+        local = range(view.first_instance, view.first_instance + view.instances)
+        for number, chunk in enumerate(view.chunks):
+            rows = [
+                [{owners[label] for label in token} for token in each[v.chunks[number].tokens]]
+                for each, v in zip((label.tolist() for label in labels), views, strict=True)
+            ]
+            routes = [
+                label[v.chunks[number].tokens].flatten().tolist()
+                for label, v in zip(labels, views, strict=True)
+            ]
+            elsewhere = [other for other in range(len(views)) if other != rank]
+            for other in elsewhere:
+                assert chunk.send[other] == sum(other in visited for visited in rows[rank])
+                assert chunk.receive[other] == sum(rank in visited for visited in rows[other])
+            assert chunk.send[rank] == chunk.receive[rank] == 0
+            assert chunk.own_routes == tuple(map(routes[rank].count, local))
+            landed = [label for other in elsewhere for label in routes[other]]
+            assert chunk.landed_routes == tuple(map(landed.count, local))
+
+
+class CountingGather:
+    """Gathers for one rank what another view of the same ranks has gathered, and counts rounds."""
+
+    def __init__(self, rank: int, stacks: list[torch.Tensor]) -> None:
+        self.rank, self.stacks, self.rounds = rank, stacks, 0
+
+    def __call__(self, tables: list[torch.Tensor]) -> torch.Tensor:
+        (own,), stack = tables, self.stacks[self.rounds]
+        assert torch.equal(own, stack[self.rank])
+        self.rounds += 1
+        return stack
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rounds"),
+    [
+        (DispatchOptions(balance_above=9.0), 1),
+        (DispatchOptions(max_foreign_experts=0), 1),
+        (DispatchOptions(max_foreign_experts=0, tokens_per_chunk=20), 1),
+        (DispatchOptions(max_foreign_experts=0, tokens_per_chunk=8), 2),
+        (DispatchOptions(max_foreign_experts=0, receive_rows=100), 1),
+        (DispatchOptions(max_foreign_experts=0, receive_rows=7), 2),
+        (DispatchOptions(balance_above=1.0, min_chunk=1), 2),
+    ],
+    ids=[
+        "balanced",
+        "nothing may move",
+        "one chunk is enough",
+        "one rank needs two chunks",
+        "within the receive cap",
+        "cut under the receive cap",
+        "weights move",
+    ],
+)
+def test_a_native_layer_of_one_chunk_takes_one_round_on_every_rank(
+    chosen: DispatchOptions, rounds: int
+):
+    ids, experts = [random_ids(n, 6, 2, seed=n) % 5 for n in (16, 4, 0)], 6
+    stacks: list[torch.Tensor] = []
+
+    def gather_all(tables: list[torch.Tensor]) -> torch.Tensor:
+        stacks.append(torch.stack(tables))
+        return stacks[-1]
+
+    agree(dict(enumerate(ids)), gather_all, 0, len(ids), experts, chosen)
+    for rank, expected in enumerate(routings(experts, ids, chosen)):
+        gather = CountingGather(rank, stacks)
+        assert agree({rank: ids[rank]}, gather, rank, len(ids), experts, chosen) == expected
+        assert gather.rounds == len(stacks) == rounds
+
+
+@pytest.mark.parametrize("tokens", [0, 3], ids=["no tokens", "every token to every expert"])
+def test_extreme_routings_are_agreed_on(tokens: int):
+    ids = [torch.arange(4).repeat(tokens, 1)] * 3
+    chosen = DispatchOptions(tokens_per_chunk=2, max_foreign_experts=0)
+    for view in routings(4, ids, chosen):
+        assert view.plan.loads == (6 * tokens, 3 * tokens, 3 * tokens)
+        assert sum(sum(chunk.receive) for chunk in view.chunks) == 2 * tokens
+
+
 @settings(deadline=None)
 @given(routed_ranks(), options)
 def test_the_chunks_of_a_rank_cover_its_tokens_once(
@@ -101,6 +208,12 @@ def test_processes_agree_on_what_the_simulation_assumes():
         tokens_per_chunk=4, receive_rows=3, min_chunk=1, balance_above=1.0, max_foreign_experts=2
     )
     assert run_ranks(3, _agree, ids, chosen) == routings(6, ids, chosen)
+
+
+def test_an_id_far_beyond_any_count_is_named_in_full():
+    ids = [torch.tensor([[2**40 + 1]])]
+    with pytest.raises(InputError, match=f"expert ids {2**40 + 1} to {2**40 + 1}"):
+        assumed_routing(ids, rank=0, experts=4, options=DispatchOptions())
 
 
 def _message_for_bad_ids(rank: int) -> str:

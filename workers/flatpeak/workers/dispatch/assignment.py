@@ -6,18 +6,27 @@ without another exchange.
 
 import heapq
 import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from flatpeak.workers.dispatch.options import DispatchOptions
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.partition import parts
 
-Counts = Sequence[Sequence[int]]
+# [E_p, E]: routes of each source rank to each expert.
+Counts = Sequence[Sequence[int]] | np.ndarray
+
+
+@cache
+def native_experts(experts: int, ranks: int) -> tuple[range, ...]:
+    """The experts whose weights each rank holds for good."""
+    return tuple(range(*bounds) for bounds in parts(experts, ranks))
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class DispatchPlan:
 
     @cached_property
     def natives(self) -> tuple[range, ...]:
-        return tuple(range(*bounds) for bounds in parts(self.experts, self.ranks))
+        return native_experts(self.experts, self.ranks)
 
     def owner(self, expert: int) -> int:
         """The rank that natively has the expert."""
@@ -48,10 +57,11 @@ class DispatchPlan:
     @cached_property
     def foreign(self) -> tuple[tuple[int, ...], ...]:
         """Experts of other ranks that each rank computes, by rising number, hence by owner."""
+        natives = self.natives
         found: list[list[int]] = [[] for _ in range(self.ranks)]
         for expert, pieces in enumerate(self.segments):
             for rank, _ in pieces:
-                if expert not in self.natives[rank]:
+                if expert not in natives[rank]:
                     found[rank].append(expert)
         return tuple(map(tuple, found))
 
@@ -82,10 +92,13 @@ class DispatchPlan:
 
     def splits(self, counts: Counts, source: int) -> list[tuple[int, int]]:
         """(instance, routes > 0) of one source rank, by expert, then by position of the token."""
+        table = _table(counts)
+        first, own = table[:source].sum(0), table[source]
+        intervals = zip(self.segments, first.tolist(), (first + own).tolist(), strict=True)
         found: list[tuple[int, int]] = []
-        for expert, pieces in enumerate(self.segments):
-            start = sum(counts[rank][expert] for rank in range(source))
-            stop = start + counts[source][expert]
+        for expert, (pieces, start, stop) in enumerate(intervals):
+            if start == stop:
+                continue
             begin = 0
             for rank, routes in pieces:
                 inside = min(stop, begin + routes) - max(start, begin)
@@ -97,67 +110,38 @@ class DispatchPlan:
 
 def plan_native(counts: Counts) -> DispatchPlan:
     """Every route is computed by the rank that owns its expert."""
-    ranks, experts = len(counts), len(counts[0])
-    owners = (rank for rank, bounds in enumerate(parts(experts, ranks)) for _ in range(*bounds))
-    totals = (sum(column) for column in zip(*counts, strict=True))
-    pieces = (
-        ((owner, total),) if total else () for owner, total in zip(owners, totals, strict=True)
-    )
-    return DispatchPlan(ranks, tuple(pieces))
+    table = _table(counts)
+    ranks, experts = table.shape
+    totals = table.sum(0).tolist()
+    natives = enumerate(native_experts(experts, ranks))
+    owned = ((rank, totals[expert]) for rank, held in natives for expert in held)
+    return DispatchPlan(ranks, tuple((piece,) if piece[1] else () for piece in owned))
 
 
 def plan_least_loaded(
     counts: torch.Tensor | Counts, *, capacity_factor: float, min_chunk: int, max_foreign: int
 ) -> DispatchPlan:
-    """Move routes of overloaded ranks to the least loaded ones (least-loaded assignment, LLA).
+    """Move routes of overloaded ranks to those with room (least-loaded assignment, LLA).
 
-    `counts` [E_p, E]: routes of each source rank to each expert. A rank is overloaded above
-    `capacity_factor` times the mean load. No rank gets more than `max_foreign` foreign experts, and
-    no piece that moves has fewer than `min_chunk` routes, or an eighth of the capacity if that is
-    less. No helper ends above the capacity by a whole piece; an owner stays above it only where
-    `max_foreign` or the least piece forbids the move.
+    `counts` [E_p, E]: routes of each source rank to each expert. The capacity of a rank is
+    `capacity_factor` times the mean load; a *piece* is `min_chunk` routes, or an eighth of the
+    capacity if that is less. For any counts:
+
+    * No rank has more than `max_foreign` foreign experts, nor less than a piece of one.
+    * Foreign routes raise no load above the largest native one, nor to the capacity plus a piece.
+    * What an owner above the capacity could give next, the less of its overflow and its heaviest
+      expert, is below a piece, or below `1 / max_foreign` of the largest room any rank had.
+
+    With pieces of one route no rank exceeds the capacity if there are places for all experts, or if
+    no rank owns two (one place is then enough, as in the alias method: Vose, 1991). Between these,
+    whether a plan within the capacity exists is a packing problem, and this rule may miss one.
 
     Raises `InputError` for a capacity factor below 1, where not all routes find a place.
     """
     if capacity_factor < 1:
         raise InputError(f"capacity_factor is {capacity_factor}; the smallest legal value is 1.0")
-    table: Counts = counts.tolist() if isinstance(counts, torch.Tensor) else counts
-    native = plan_native(table)
-    # Loads as they will be if nothing else moves: what is assigned plus native load still pending.
-    loads = list(native.loads)
-    capacity = math.ceil(capacity_factor * sum(loads) / native.ranks)
-    # A fixed least piece above the capacity would refuse every helper: scale it with the load.
-    piece = max(1, min(min_chunk, capacity // 8))
-    slots = [max_foreign] * native.ranks
-
-    shares = [dict(pieces) for pieces in native.segments]
-    owners = [rank for rank, owned in enumerate(native.natives) for _ in owned]
-    heaviest = [(-loaded[owners[e]], e) for e, loaded in enumerate(shares) if loaded]
-    heapq.heapify(heaviest)
-    while heaviest:
-        kept, expert = heapq.heappop(heaviest)
-        owner, share = owners[expert], shares[expert]
-        overflow = min(loads[owner] - capacity, -kept)
-        helper = _least_loaded(loads, slots, share)
-        if overflow < piece or helper is None or loads[helper] >= capacity:
-            continue
-        taken = min(overflow, max(capacity - loads[helper], piece))
-        slots[helper] -= helper not in share
-        share[helper] = share.get(helper, 0) + taken
-        share[owner] -= taken
-        loads[helper] += taken
-        loads[owner] -= taken
-        # What this helper could not take waits its turn: it may stay native once others moved.
-        if share[owner]:
-            heapq.heappush(heaviest, (-share[owner], expert))
-    segments = (tuple((rank, n) for rank, n in sorted(share.items()) if n) for share in shares)
-    return DispatchPlan(native.ranks, tuple(segments))
-
-
-def _least_loaded(loads: list[int], slots: list[int], share: dict[int, int]) -> int | None:
-    """The rank with the lowest load among those that hold the expert or may take one more."""
-    able = (rank for rank in range(len(loads)) if slots[rank] or rank in share)
-    return min(able, key=lambda rank: (loads[rank], rank), default=None)
+    table = counts.cpu().numpy() if isinstance(counts, torch.Tensor) else counts
+    return _level(plan_native(table), capacity_factor, min_chunk, max_foreign)
 
 
 def plan_dispatch(counts: Counts, options: DispatchOptions) -> DispatchPlan:
@@ -166,9 +150,81 @@ def plan_dispatch(counts: Counts, options: DispatchOptions) -> DispatchPlan:
     balanced = max(native.loads) * native.ranks <= options.balance_above * sum(native.loads)
     if balanced or options.max_foreign_experts == 0:
         return native
-    return plan_least_loaded(
-        counts,
-        capacity_factor=options.capacity_factor,
-        min_chunk=options.min_chunk,
-        max_foreign=options.max_foreign_experts,
-    )
+    return _level(native, options.capacity_factor, options.min_chunk, options.max_foreign_experts)
+
+
+def _table(counts: Counts) -> np.ndarray:
+    return np.asarray(counts, dtype=np.int64)
+
+
+def _level(
+    native: DispatchPlan, capacity_factor: float, min_chunk: int, max_foreign: int
+) -> DispatchPlan:
+    capacity = math.ceil(capacity_factor * sum(native.loads) / native.ranks)
+    # A fixed least piece above the capacity would refuse every helper: scale it with the load.
+    piece = max(1, min(min_chunk, capacity // 8))
+    leveller = _Leveller(native, capacity, max_foreign)
+    while leveller.move(piece):
+        pass
+    return leveller.plan()
+
+
+class _Leveller:
+    """Routes on their way from overloaded ranks to ranks with room, one piece at a time."""
+
+    def __init__(self, native: DispatchPlan, capacity: int, max_foreign: int) -> None:
+        self._native = native
+        self._capacity = capacity
+        self._loads = list(native.loads)
+        self._places = [max_foreign] * native.ranks
+        self._kept = [pieces[0][1] if pieces else 0 for pieces in native.segments]
+        self._moved: dict[int, list[tuple[int, int]]] = {}
+        # What each overloaded rank would give next, largest first: (-routes, owner, expert).
+        self._offers: list[tuple[int, int, int]] = []
+        # What each rank would take that has a foreign place, smallest first: (routes, -rank).
+        self._rooms: list[tuple[int, int]] = []
+        for rank in range(native.ranks):
+            self._queue(rank)
+
+    def _queue(self, rank: int) -> None:
+        room = self._capacity - self._loads[rank]
+        natives = self._native.natives[rank]
+        if room > 0 and self._places[rank]:
+            insort(self._rooms, (room, -rank))
+        elif room < 0 and natives:
+            heaviest = max(natives, key=self._kept.__getitem__)
+            routes = min(-room, self._kept[heaviest])
+            heapq.heappush(self._offers, (-routes, rank, heaviest))
+
+    def move(self, piece: int) -> bool:
+        """Give the largest offer, or what fits of it, to one rank. False if none is left to give.
+
+        A rank takes an expert once: either it is full then, or nothing of the expert is left over.
+        """
+        if not (self._offers and self._rooms and -self._offers[0][0] >= piece):
+            return False
+        offer, owner, expert = heapq.heappop(self._offers)
+        # Large offers fill the emptiest rank; one that fits whole goes where it leaves least room.
+        tightest = bisect_left(self._rooms, (-offer, -self._native.ranks))
+        room, helper = self._rooms.pop(min(tightest, len(self._rooms) - 1))
+        helper = -helper
+        # Room beside a rank's last foreign expert is lost to other owners, so that one fills it. An
+        # owner that gives more than its overflow for this has room itself, and places of its own.
+        fills = self._places[helper] == 1 and self._offers
+        routes = min(self._kept[expert] if fills else -offer, max(room, piece))
+        self._places[helper] -= 1
+        self._kept[expert] -= routes
+        self._loads[owner] -= routes
+        self._loads[helper] += routes
+        self._moved.setdefault(expert, []).append((helper, routes))
+        self._queue(owner)
+        self._queue(helper)
+        return True
+
+    def plan(self) -> DispatchPlan:
+        segments = list(self._native.segments)
+        for expert, pieces in self._moved.items():
+            ((owner, _),) = segments[expert]
+            kept = [(owner, self._kept[expert])] if self._kept[expert] else []
+            segments[expert] = tuple(sorted(pieces + kept))
+        return DispatchPlan(self._native.ranks, tuple(segments))

@@ -1,20 +1,22 @@
 """Every counted size of one layer's dispatch, as Python ints, agreed by all ranks.
 
-The ranks exchange two small tables of counts: routes per expert, from which the plan follows, and
-rows and routes per chunk, from which all buffers follow. Whatever decides (plan, number of chunks,
-cuts under the receive cap) reads only gathered tables and launch options: all ranks decide alike.
-Nothing below this module reads a size from a tensor.
+The ranks exchange small tables of counts: routes per expert, from which the plan follows, then rows
+and routes per chunk, from which all buffers follow. The first table is already the second one of a
+layer in one chunk without foreign experts. Whatever decides (plan, number of chunks, cuts under the
+receive cap) reads only gathered tables and launch options: all ranks decide alike. Each gathered
+table is read by the host once, and nothing below this module reads a size from a tensor.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import ceil
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from flatpeak.workers.dispatch.assignment import Counts, DispatchPlan, plan_dispatch
+from flatpeak.workers.dispatch.assignment import DispatchPlan, native_experts, plan_dispatch
 from flatpeak.workers.dispatch.options import DispatchOptions
 from flatpeak.workers.errors import InputError
 
@@ -57,11 +59,14 @@ class Routing:
 
     def label(self, expert_ids: torch.Tensor) -> torch.Tensor:
         """The instance that computes each route, [N, k] of `LABEL`."""
-        flat = expert_ids.flatten()
+        experts = expert_ids.to(LABEL)
+        if not self.plan.moves_weights:
+            return experts  # the only instances are the experts in their order
+        flat = experts.flatten()
         instances, routes = zip(*self.splits, strict=True) if self.splits else ((), ())
         by_expert = torch.repeat_interleave(
-            torch.tensor(instances, dtype=LABEL, device=flat.device),
-            torch.tensor(routes, dtype=torch.long, device=flat.device),
+            _on(flat.device, np.array(instances, dtype=np.int16)),
+            _on(flat.device, np.array(routes, dtype=np.int64)),
             output_size=flat.numel(),
         )
         # Stable: routes of one expert keep the order of their tokens, on which the splits count.
@@ -70,9 +75,7 @@ class Routing:
 
     def owners(self, device: torch.device) -> torch.Tensor:
         """The rank that holds each instance, [instances] int64."""
-        bounds = enumerate(pairwise(self.plan.first_instance))
-        ranks = [rank for rank, (start, stop) in bounds for _ in range(start, stop)]
-        return torch.tensor(ranks, device=device)
+        return _owners(np.diff(self.plan.first_instance), device)
 
 
 @dataclass(frozen=True)
@@ -102,13 +105,13 @@ def make_routing(
 
     Raises `InputError` on all ranks if any rank has an id outside [0, experts).
     """
-    rank = 0 if group is None else dist.get_rank(group)
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
-    def chunk_tables(plan: DispatchPlan, counts: Counts, cut: _Cut) -> torch.Tensor:
-        return _gather(_chunk_table(expert_ids, plan, counts, cut, rank), group)
+    def gather(tables: list[torch.Tensor]) -> torch.Tensor:
+        (own,) = tables
+        return _gather(own, group)
 
-    summaries = _gather(_summary(expert_ids, experts), group)
-    return _route(summaries, chunk_tables, rank=rank, experts=experts, options=options)
+    return agree({rank: expert_ids}, gather, rank, ranks, experts, options)
 
 
 def assumed_routing(
@@ -118,43 +121,47 @@ def assumed_routing(
 
     Needs no process group, and real tensors: leave fake-tensor mode for this call.
     """
-
-    def chunk_tables(plan: DispatchPlan, counts: Counts, cut: _Cut) -> torch.Tensor:
-        tables = [
-            _chunk_table(ids, plan, counts, cut, source) for source, ids in enumerate(expert_ids)
-        ]
-        return torch.stack(tables)
-
-    summaries = torch.stack([_summary(ids, experts) for ids in expert_ids])
-    return _route(summaries, chunk_tables, rank=rank, experts=experts, options=options)
+    held = dict(enumerate(expert_ids))
+    return agree(held, torch.stack, rank, len(held), experts, options)
 
 
-ChunkTables = Callable[[DispatchPlan, Counts, _Cut], torch.Tensor]
+Gather = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
-def _route(
-    summaries: torch.Tensor,
-    chunk_tables: ChunkTables,
-    *,
+def agree(
+    held: Mapping[int, torch.Tensor],
+    gather: Gather,
     rank: int,
+    ranks: int,
     experts: int,
     options: DispatchOptions,
 ) -> Routing:
-    counts, tokens = _read_summaries(summaries.tolist(), experts)
+    """The routing of `rank`.
+
+    `held` has the expert ids [N, k] of each rank that is at hand, and `gather` makes of one table
+    for each of those the stack of all ranks' tables. All ranks call it equally often.
+    """
+    summaries = _read(
+        gather([_summary(ids, r, ranks, experts, options) for r, ids in held.items()])
+    )
+    _check_ids(summaries, experts)
+    tokens, native_table = int(summaries[:, 2].max()), summaries[:, None, 3:]
+    counts = native_table[:, 0, ranks:]
     plan = plan_dispatch(counts, options)
     instances, most = plan.first_instance[-1], torch.iinfo(LABEL).max
     assert instances <= most, f"{instances} experts, foreign ones counted, of at most {most}"
-    cut = _first_cut(max(tokens), options)
-    while True:
-        table = chunk_tables(plan, counts, cut)
-        if options.receive_rows is None:
-            break
-        worst = int(table[:, :, : plan.ranks].sum(0).amax())
-        if worst <= options.receive_rows:
-            break
-        cut = _cut_further(cut, worst, max(tokens), plan.ranks, options.receive_rows)
-    chunks = _read_chunks(table, plan, cut, rank)
-    return Routing(rank, plan, tuple(plan.splits(counts, rank)), chunks)
+    views = {r: Routing(r, plan, tuple(plan.splits(counts, r)), ()) for r in {rank, *held}}
+
+    def chunk_tables(cut: _Cut) -> np.ndarray:
+        labelled = ((views[r], views[r].label(ids)) for r, ids in held.items())
+        return _read(gather([_chunk_table(view, labels, cut) for view, labels in labelled]))
+
+    cut = _first_cut(tokens, options)
+    known = cut.chunks == 1 and not plan.moves_weights
+    table = native_table if known else chunk_tables(cut)
+    while (finer := _finer_cut(cut, table, tokens, options)) is not None:
+        cut, table = finer, chunk_tables(finer)
+    return replace(views[rank], chunks=_read_chunks(table, plan, cut, rank))
 
 
 def _first_cut(tokens: int, options: DispatchOptions) -> _Cut:
@@ -164,58 +171,79 @@ def _first_cut(tokens: int, options: DispatchOptions) -> _Cut:
     return _Cut(min(wanted, options.max_chunks))
 
 
-def _cut_further(cut: _Cut, worst: int, tokens: int, ranks: int, cap: int) -> _Cut:
-    """The next finer cut after one whose fullest chunk has `worst` > `cap` received rows."""
+def _finer_cut(cut: _Cut, table: np.ndarray, tokens: int, options: DispatchOptions) -> _Cut | None:
+    """The next cut to try where one chunk of `table` exceeds a cap on some rank, else None.
+
+    `table` [ranks, chunks, ranks + instances]: what each rank sends and computes in each chunk.
+    """
+    ranks, cap = len(table), options.receive_rows
+    worst = int(table[:, :, :ranks].sum(0).max())
+    if cap is None or worst <= cap:
+        return None
     if cut.steps < tokens:
         proportional = ceil(cut.steps * worst / cap)
         return _Cut(min(max(cut.steps + 1, proportional), tokens))
     # One token a rank and still too many rows: let fewer ranks send at once. At most `cap` of them
     # then do, each one row, so this cut holds.
+    assert cut.groups == 1, f"{worst} rows arrive from {ceil(ranks / cut.groups)} ranks at once"
     return _Cut(cut.steps, ceil(ranks / cap))
 
 
-def _summary(expert_ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """[smallest id, largest id, tokens, routes to each expert], int64."""
-    flat = expert_ids.flatten().long()
-    bounds = torch.tensor([0, 0, expert_ids.shape[0]], device=flat.device)
-    if flat.numel():
-        torch.stack(flat.aminmax(), out=bounds[:2])
-    counts = flat.new_zeros(experts)
-    counts.scatter_add_(0, flat.clamp(0, experts - 1), torch.ones_like(flat))
-    return torch.cat([bounds, counts])
+def _summary(
+    expert_ids: torch.Tensor, rank: int, ranks: int, experts: int, options: DispatchOptions
+) -> torch.Tensor:
+    """[smallest id, largest id, tokens, *native table of one chunk], int64.
+
+    A rank that needs several chunks leaves the rows zero, as no rank will read them.
+    """
+    ids, tokens = expert_ids.long(), len(expert_ids)
+    low, high = ids.aminmax() if ids.numel() else (ids.new_zeros(()), ids.new_zeros(()))
+    bounds = torch.stack([low, high, ids.new_full((), tokens)])
+    ids = ids.clamp(0, experts - 1)
+    if _first_cut(tokens, options).chunks > 1:
+        rows = ids.new_zeros(1, ranks)
+    else:
+        natives = [len(held) for held in native_experts(experts, ranks)]
+        rows = _count_rows(ids, _owners(natives, ids.device), rank, ranks, steps=1)
+    return torch.cat([bounds, rows[0], _count_routes(ids, experts, steps=1)[0]])
 
 
-def _read_summaries(summaries: list[list[int]], experts: int) -> tuple[Counts, list[int]]:
-    for rank, (smallest, largest, *_) in enumerate(summaries):
+def _check_ids(summaries: np.ndarray, experts: int) -> None:
+    for rank, (smallest, largest) in enumerate(summaries[:, :2].tolist()):
         if smallest < 0 or largest >= experts:
             raise InputError(
                 f"rank {rank} of the expert group routes to expert ids {smallest} to {largest}, "
                 f"but the layer has {experts} experts: ids must lie in [0, {experts - 1}]"
             )
-    return [row[3:] for row in summaries], [row[2] for row in summaries]
 
 
-def _chunk_table(
-    expert_ids: torch.Tensor,
-    plan: DispatchPlan,
-    counts: Counts,
-    cut: _Cut,
-    rank: int,
+def _chunk_table(view: Routing, labels: torch.Tensor, cut: _Cut) -> torch.Tensor:
+    """[chunks, ranks + instances] int32: rows to each other rank, routes to each instance."""
+    labels, owners, ranks = labels.long(), view.owners(labels.device), view.plan.ranks
+    rows = _count_rows(labels, owners, view.rank, ranks, cut.steps)
+    routes = _count_routes(labels, len(owners), cut.steps)
+    table = rows.new_zeros(cut.steps, cut.groups, ranks + len(owners))
+    table[:, view.rank % cut.groups] = torch.cat([rows, routes], dim=1)
+    return table.flatten(0, 1)
+
+
+def _count_rows(
+    labels: torch.Tensor, owners: torch.Tensor, rank: int, ranks: int, steps: int
 ) -> torch.Tensor:
-    """[chunks, ranks + instances] int64: rows to each other rank, routes to each instance."""
-    routing = Routing(rank, plan, tuple(plan.splits(counts, rank)), ())
-    labels = routing.label(expert_ids)
-    owners = routing.owners(labels.device)
-    chunks = (labels[cut.tokens(chunk, rank)] for chunk in range(cut.chunks))
-    return torch.stack([_table_row(chunk, owners, routing) for chunk in chunks])
+    """[steps, ranks] int32, for the instances `labels` [N, k] int64 on the ranks `owners`."""
+    travels = visits(owners.take(labels), ranks, rank)
+    turns = -(-len(labels) // steps)
+    travels = F.pad(travels, (0, 0, 0, turns * steps - len(labels)))
+    return travels.view(turns, steps, ranks).sum(0, dtype=torch.int32)
 
 
-def _table_row(labels: torch.Tensor, owners: torch.Tensor, routing: Routing) -> torch.Tensor:
-    plan = routing.plan
-    rows = visits(owners[labels.long()], plan.ranks, routing.rank).sum(0)
-    routes = rows.new_zeros(plan.first_instance[-1])
-    flat = labels.flatten().long()
-    return torch.cat([rows, routes.scatter_add_(0, flat, torch.ones_like(flat))])
+def _count_routes(labels: torch.Tensor, instances: int, steps: int) -> torch.Tensor:
+    """[steps, instances] int32."""
+    step = torch.arange(len(labels), device=labels.device) % steps
+    cells = (labels + (step * instances)[:, None]).flatten()
+    routes = torch.zeros(steps * instances, dtype=torch.int32, device=labels.device)
+    routes.scatter_add_(0, cells, torch.ones_like(cells, dtype=torch.int32))
+    return routes.view(steps, instances)
 
 
 def visits(ranks_of: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
@@ -226,25 +254,31 @@ def visits(ranks_of: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
     return travels
 
 
-def _read_chunks(
-    table: torch.Tensor, plan: DispatchPlan, cut: _Cut, rank: int
-) -> tuple[Chunk, ...]:
+def _read_chunks(table: np.ndarray, plan: DispatchPlan, cut: _Cut, rank: int) -> tuple[Chunk, ...]:
     first, stop = (plan.ranks + plan.first_instance[rank + i] for i in (0, 1))
     mine = table[:, :, first:stop]
-    own = mine[rank]
-    columns = [table[rank, :, : plan.ranks], table[:, :, rank].T, own, mine.sum(0) - own]
-    sizes: list[list[int]] = torch.cat(columns, dim=1).tolist()
-    chunks: list[Chunk] = []
-    for number, row in enumerate(sizes):
-        values = iter(row)
-        send, receive, own_routes, landed_routes = (
-            tuple(next(values) for _ in range(column.shape[1])) for column in columns
-        )
-        tokens = cut.tokens(number, rank)
-        chunks.append(Chunk(tokens, send, receive, own_routes, landed_routes))
-    computed = sum(sum(chunk.own_routes) + sum(chunk.landed_routes) for chunk in chunks)
-    assert computed == plan.loads[rank], f"{computed} routes arrive of {plan.loads[rank]} planned"
-    return tuple(chunks)
+    own, computed = mine[rank], mine.sum(0)
+    routes = int(computed.sum())
+    assert routes == plan.loads[rank], f"{routes} routes arrive of {plan.loads[rank]} planned"
+    columns = (table[rank, :, : plan.ranks], table[:, :, rank].T, own, computed - own)
+    sizes = zip(*(column.tolist() for column in columns), strict=True)
+    return tuple(
+        Chunk(cut.tokens(number, rank), *map(tuple, chunk)) for number, chunk in enumerate(sizes)
+    )
+
+
+def _owners(held: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
+    """The rank of each instance, when rank r holds the next `held[r]` ones."""
+    return _on(device, np.repeat(np.arange(len(held)), held))
+
+
+def _on(device: torch.device, values: np.ndarray) -> torch.Tensor:
+    # Pageable memory is staged before the call returns; waiting for the copy would stall the host.
+    return torch.from_numpy(values).to(device, non_blocking=True)
+
+
+def _read(table: torch.Tensor) -> np.ndarray:
+    return table.cpu().numpy()
 
 
 def _gather(row: torch.Tensor, group: Group) -> torch.Tensor:
