@@ -15,6 +15,7 @@ import torch
 
 from flatpeak.workers.dispatch import DispatchOptions, DispatchPlan, Routing
 from flatpeak.workers.dispatch.assignment import plan_dispatch, plan_native
+from flatpeak.workers.dispatch.cutting import Bounds
 from flatpeak.workers.dispatch.routing import agree
 
 Config = dict[str, int | float | str | bool]
@@ -77,12 +78,12 @@ def measure(config: dict, profile: str, tokens: int) -> Case:
     mean = sum(plan.loads) / ranks
     rows = []
     for chosen in options:
-        gathered = Gathered(rank)
-        routing = agree(dict(enumerate(ids)), gathered.from_all, rank, ranks, experts, chosen)
+        gathered, bounds = Gathered(rank), Bounds(chosen, None)
+        routing = agree(dict(enumerate(ids)), gathered.from_all, rank, ranks, experts, bounds)
         own = {rank: ids[rank]}
 
-        def route(gathered=gathered, chosen=chosen, own=own) -> Routing:
-            return agree(own, gathered.from_one, rank, ranks, experts, chosen)
+        def route(gathered=gathered, bounds=bounds, own=own) -> Routing:
+            return agree(own, gathered.from_one, rank, ranks, experts, bounds)
 
         exact = exact and route() == routing and counts_every_row(routing, ids)
         rows.append(

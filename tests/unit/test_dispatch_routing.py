@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from flatpeak.workers.dispatch import DispatchOptions, Routing, assumed_routing, make_routing
 from flatpeak.workers.dispatch.assignment import DispatchPlan
+from flatpeak.workers.dispatch.cutting import Bounds
 from flatpeak.workers.dispatch.routing import agree
 from flatpeak.workers.errors import InputError
 from moe_families import random_ids
@@ -155,10 +156,13 @@ def test_a_native_layer_of_one_chunk_takes_one_round_on_every_rank(
         stacks.append(torch.stack(tables))
         return stacks[-1]
 
-    agree(dict(enumerate(ids)), gather_all, 0, len(ids), experts, chosen)
+    agree(dict(enumerate(ids)), gather_all, 0, len(ids), experts, Bounds(chosen, None))
     for rank, expected in enumerate(routings(experts, ids, chosen)):
         gather = CountingGather(rank, stacks)
-        assert agree({rank: ids[rank]}, gather, rank, len(ids), experts, chosen) == expected
+        assert (
+            agree({rank: ids[rank]}, gather, rank, len(ids), experts, Bounds(chosen, None))
+            == expected
+        )
         assert gather.rounds == len(stacks) == rounds
 
 

@@ -9,30 +9,9 @@ from math import prod
 
 import torch
 
+from flatpeak.workers.dispatch.cutting import Extent
 from flatpeak.workers.dispatch.experts import accurate
 from flatpeak.workers.dispatch.rows import RowFormat, aligned
-
-
-@dataclass(frozen=True)
-class Extent:
-    """The most that one chunk of a pass holds on one rank."""
-
-    tokens: int
-    """Own tokens."""
-    sent: int
-    """Rows that leave."""
-    received: int
-    """Rows that arrive."""
-    computed: int
-    """Routes of all these rows that are computed here."""
-    chunks: int
-    layer_tokens: int
-    """Own tokens of the whole layer."""
-
-    @property
-    def slots(self) -> int:
-        """Chunks that are on this rank at once: one arrives or returns while another computes."""
-        return min(2, self.chunks)
 
 
 @dataclass
@@ -60,6 +39,11 @@ class Buffers:
     wide: torch.Tensor | None
     """[received, H] sums, where the rows that go back are not wide enough to add in."""
     slots: list[Slot]
+
+
+def slots_of(extent: Extent) -> int:
+    """Chunks that are on a rank at once: one arrives or returns while another computes."""
+    return min(2, extent.chunks)
 
 
 def slab_bytes(extent: Extent, rows: RowFormat) -> int:
@@ -122,7 +106,7 @@ def _carve(slab: _Slab, extent: Extent, rows: RowFormat) -> Buffers:
             values(extent.tokens, wide) if narrow else None,
             d_weights(extent.tokens + received),
         )
-        for _ in range(extent.slots)
+        for _ in range(slots_of(extent))
     ]
     return Buffers(
         outgoing, returned, returned_d_weights, values(received, wide) if narrow else None, slots

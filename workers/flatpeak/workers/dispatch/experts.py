@@ -54,6 +54,12 @@ def read_layout(experts: nn.Module) -> ExpertLayout:
 UP, DOWN = range(2)
 
 
+def block_routes(device: torch.device) -> int:
+    """Routes that are computed together: enough for products at full speed, no more, because their
+    intermediate values are alive at once."""
+    return 4096 if device.type == "cuda" else 512
+
+
 @dataclass(frozen=True)
 class HeldExperts:
     """The instances of one rank: each of `natives` and `foreign` lists the tensors in the order of

@@ -3,17 +3,19 @@
 A backward pass takes more than a forward pass, so it alone counts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from flatpeak.workers.dispatch.buffers import Extent, slab_bytes
-from flatpeak.workers.dispatch.experts import accurate
+from flatpeak.workers.dispatch.buffers import slab_bytes, slots_of
+from flatpeak.workers.dispatch.cutting import Extent
+from flatpeak.workers.dispatch.experts import DOWN, UP, ExpertLayout, accurate, block_routes
 from flatpeak.workers.dispatch.rows import RowFormat
 
 # Intermediate values of a gate and its derivative alive at once, in widths of its input. Measured
 # over the supported families; the tests hold them to it.
-_GATE_WIDTHS = 7
+_GATE_WIDTHS = 5
 _INDEX = torch.int64.itemsize
 _LABEL = torch.int16.itemsize
 
@@ -42,17 +44,42 @@ class LayerSizes:
         return RowFormat(self.hidden, self.k, 2, self.dtype, self.weight_dtype)
 
     @property
-    def foreign_expert_bytes(self) -> int:
-        """A foreign expert's weights and the accumulators of its gradients."""
-        parameters = self.hidden * (self.up + self.inner)
-        parameters += (self.up + self.hidden) * self.biases
-        return parameters * (self.dtype.itemsize + accurate(self.held_dtype).itemsize)
+    def expert_parameters(self) -> int:
+        biases = (self.up + self.hidden) * self.biases
+        return self.hidden * (self.up + self.inner) + biases
 
 
-def pass_bytes(sizes: LayerSizes, extent: Extent) -> int:
-    """What a pass takes above inputs, results and foreign experts."""
-    tables = _table_bytes(sizes, extent)
-    return slab_bytes(extent, sizes.rows) + tables + _block_bytes(sizes, extent)
+def layer_sizes(
+    layout: ExpertLayout,
+    parameters: Sequence[torch.Tensor],
+    hidden: torch.Tensor,
+    expert_weights: torch.Tensor,
+) -> LayerSizes:
+    up, down = (layout.view(parameters[which]) for which in (UP, DOWN))
+    return LayerSizes(
+        hidden=hidden.shape[1],
+        up=up.shape[-1],
+        inner=down.shape[-2],
+        k=expert_weights.shape[1],
+        dtype=hidden.dtype,
+        weight_dtype=expert_weights.dtype,
+        held_dtype=parameters[UP].dtype,
+        biases=layout.has_bias,
+        block_routes=block_routes(hidden.device),
+    )
+
+
+def dispatch_bytes(sizes: LayerSizes, extent: Extent) -> int:
+    """What dispatch takes on a rank above its inputs and results."""
+    gradient = sizes.expert_parameters * accurate(sizes.held_dtype).itemsize
+    weights = sizes.expert_parameters * sizes.dtype.itemsize
+    chunks = slab_bytes(extent, sizes.rows) + _block_bytes(sizes, extent)
+    # After the last chunk an owner takes in the gradients of one expert at a time.
+    return (
+        _table_bytes(sizes, extent)
+        + extent.foreign * gradient
+        + max(chunks + extent.foreign * weights, gradient)
+    )
 
 
 def _table_bytes(sizes: LayerSizes, extent: Extent) -> int:
@@ -62,7 +89,7 @@ def _table_bytes(sizes: LayerSizes, extent: Extent) -> int:
         extent.layer_tokens * sizes.k * _LABEL
         + routes * (_LABEL + sizes.weight_dtype.itemsize + _INDEX)
         + extent.computed * 2 * _INDEX
-        + extent.sent * 2 * _INDEX * (1 + extent.slots)
+        + extent.sent * 2 * _INDEX * (1 + slots_of(extent))
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from flatpeak.workers.dispatch.assignment import DispatchPlan
 from flatpeak.workers.dispatch.exchange import Letter, trade
 from flatpeak.workers.dispatch.experts import ExpertLayout, Gradients, HeldExperts, accurate
 from flatpeak.workers.dispatch.routing import Group, Routing
@@ -31,61 +32,84 @@ class ForeignWeights:
         return self.weights
 
 
+@dataclass(frozen=True)
+class _Move:
+    """One expert that a helper computes for its owner."""
+
+    owner: int
+    helper: int
+    native: int
+    """Its number among the owner's natives."""
+    foreign: int
+    """Its number among the helper's foreigners."""
+    turn: int
+    """How many experts of its owner are listed before it."""
+
+
 class Migration:
     """Who sends which experts to whom, from the plan alone."""
 
     def __init__(self, routing: Routing, group: Group) -> None:
-        plan, rank = routing.plan, routing.rank
-        natives = plan.natives[rank]
         self._group = group
-        # Both sides of a pair go through the experts by rising number, so their letters match.
-        self._leaving = [
-            (expert - natives.start, helper)
-            for helper, foreign in enumerate(plan.foreign)
-            for expert in foreign
-            if expert in natives
-        ]
-        self._owners = [plan.owner(expert) for expert in plan.foreign[rank]]
+        # Both sides of a pair go through its moves in this order, so their letters match.
+        moves = list(_moves(routing.plan))
+        self._leaving = [move for move in moves if move.owner == routing.rank]
+        self._coming = [move for move in moves if move.helper == routing.rank]
+        self._turns = max((move.turn + 1 for move in moves), default=0)
 
     def send_weights(self, native: Sequence[torch.Tensor], dtype: torch.dtype) -> ForeignWeights:
         """Start the foreign weights on their way."""
-        foreign = [
-            weight.new_empty((len(self._owners), *weight.shape[1:]), dtype=dtype)
-            for weight in native
-        ]
+        foreign = [self._foreign_like(weight, dtype) for weight in native]
         sent = [
-            Letter(weight[local].to(dtype), helper)
+            Letter(weight[move.native].to(dtype), move.helper)
             for weight in native
-            for local, helper in self._leaving
+            for move in self._leaving
         ]
-        return ForeignWeights(foreign, sent, trade(sent, self._inbox(foreign), self._group))
+        coming = [
+            Letter(weight[move.foreign], move.owner) for weight in foreign for move in self._coming
+        ]
+        return ForeignWeights(foreign, sent, trade(sent, coming, self._group))
 
     def gradients(self, layout: ExpertLayout, native: Sequence[torch.Tensor]) -> Gradients:
         """Accumulators for the weight gradients, not yet written."""
-
-        def sums(count: int, weight: torch.Tensor) -> torch.Tensor:
-            shape = (count, *weight.shape[1:])
-            return weight.new_empty(shape, dtype=accurate(weight.dtype))
-
-        mine = [sums(len(weight), weight) for weight in native]
-        foreign = [sums(len(self._owners), weight) for weight in native] if self._owners else ()
-        return Gradients(layout, HeldExperts(mine, foreign))
+        mine = [torch.empty_like(weight, dtype=accurate(weight.dtype)) for weight in native]
+        foreign = [self._foreign_like(weight, accurate(weight.dtype)) for weight in native]
+        return Gradients(layout, HeldExperts(mine, foreign if self._coming else ()))
 
     def return_gradients(self, gradients: HeldExperts) -> None:
-        """Add the foreign gradients to the native ones of their owners, in rank order."""
-        arriving = [
-            [Letter(torch.empty_like(mine[local]), helper) for local, helper in self._leaving]
-            for mine in gradients.natives
-        ]
-        inbox = [letter for letters in arriving for letter in letters]
-        for work in trade(list(self._inbox(gradients.foreign)), inbox, self._group):
-            work.wait()
-        for mine, letters in zip(gradients.natives, arriving, strict=True):
-            for (local, _), letter in zip(self._leaving, letters, strict=True):
-                mine[local] += letter.tensor
+        """Add the foreign gradients to the native ones of their owners, in rank order.
 
-    def _inbox(self, foreign: Sequence[torch.Tensor]) -> Iterator[Letter]:
-        """The tensors of each foreign expert, with its owner."""
-        for experts in foreign:
-            for tensor, owner in zip(experts, self._owners, strict=True):
-                yield Letter(tensor, owner)
+        An owner takes one expert a turn, so that one expert's gradients at most are on their way to
+        it. All ranks count the turns alike, and wait for none beyond their own pairs.
+        """
+        for turn in range(self._turns):
+            sent = [
+                Letter(foreign[move.foreign], move.owner)
+                for foreign in gradients.foreign
+                for move in self._coming
+                if move.turn == turn
+            ]
+            taken = self._leaving[turn : turn + 1]
+            landing = [
+                Letter(torch.empty_like(mine[move.native]), move.helper)
+                for mine in gradients.natives
+                for move in taken
+            ]
+            for work in trade(sent, landing, self._group):
+                work.wait()
+            for move in taken:
+                for mine, letter in zip(gradients.natives, landing, strict=True):
+                    mine[move.native] += letter.tensor
+
+    def _foreign_like(self, native: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return native.new_empty((len(self._coming), *native.shape[1:]), dtype=dtype)
+
+
+def _moves(plan: DispatchPlan) -> Iterator[_Move]:
+    turns = [0] * plan.ranks
+    for helper, experts in enumerate(plan.foreign):
+        for foreign, expert in enumerate(experts):
+            owner = plan.owner(expert)
+            native = expert - plan.natives[owner].start
+            yield _Move(owner, helper, native, foreign, turns[owner])
+            turns[owner] += 1

@@ -11,7 +11,11 @@ class DispatchOptions:
     """Tokens of one rank that are on their way at once; None takes the whole layer as one chunk.
     Peak memory falls with it, time rises."""
     max_chunks: int = 64
-    """At most this many chunks follow from `tokens_per_chunk`; `receive_rows` may ask for more."""
+    """At most this many chunks follow from `tokens_per_chunk`; the budget and `receive_rows` may
+    ask for more."""
+    budget_bytes: int | None = None
+    """Device bytes that dispatch may take above its inputs and results; the layer is cut into as
+    many chunks as that asks for. None sets no bound."""
     receive_rows: int | None = None
     """Hard cap on the rows that one rank receives in one chunk; None sets none."""
     capacity_factor: float = 1.0
@@ -32,6 +36,8 @@ class DispatchOptions:
         self._at_least("max_foreign_experts", 0)
         if self.tokens_per_chunk is not None:
             self._at_least("tokens_per_chunk", 1)
+        if self.budget_bytes is not None:
+            self._at_least("budget_bytes", 1)
         if self.receive_rows is not None:
             # A token takes one row a destination, however many of its experts live there.
             self._at_least("receive_rows", 1)

@@ -7,12 +7,13 @@ from typing import Any, Protocol
 
 import torch
 
-from flatpeak.workers.dispatch.buffers import Extent, Slot, make_buffers
+from flatpeak.workers.dispatch.buffers import Slot, make_buffers
 from flatpeak.workers.dispatch.exchange import Arriving, exchange
 from flatpeak.workers.dispatch.experts import (
     ExpertLayout,
     HeldExperts,
     Projections,
+    block_routes,
     expert_backward,
     expert_forward,
 )
@@ -20,12 +21,6 @@ from flatpeak.workers.dispatch.lanes import Lanes, lanes_of
 from flatpeak.workers.dispatch.migration import ForeignWeights, Migration
 from flatpeak.workers.dispatch.routing import Chunk, Group, Routing
 from flatpeak.workers.dispatch.rows import Block, Journey, RowFormat, blocks
-
-
-def block_routes(device: torch.device) -> int:
-    """Routes that are computed together: enough for products at full speed, no more, because their
-    intermediate values are alive at once."""
-    return 4096 if device.type == "cuda" else 512
 
 
 class Layer(Protocol):
@@ -87,7 +82,7 @@ class _Pass(ABC):
             dtype=values[0].dtype,
             weight_dtype=expert_weights.dtype,
         )
-        self._buffers = make_buffers(extent_of(routing, len(expert_ids)), self._rows, device)
+        self._buffers = make_buffers(routing.extent(len(expert_ids)), self._rows, device)
         self._migration = Migration(routing, layer.group)
         self._projections = Projections(self._layout, HeldExperts(parameters), self._rows.dtype)
         self._foreign: ForeignWeights | None = None
@@ -129,7 +124,7 @@ class _Pass(ABC):
         self._lanes.follow(behind[-1].home)
         if self._foreign is not None:
             self._foreign.wait()
-        del self._buffers
+        del self._buffers, self._projections
 
     def _start(self) -> None:
         started = self._lanes.mark()
@@ -303,16 +298,3 @@ class Backward(_Pass):
             place.copy_(flight.slot.d_weights[: len(place)])
             flight.journey.scatter(self._d_weights, flight.returning[1].wait())
         super()._bring_home(flight)
-
-
-def extent_of(routing: Routing, tokens: int) -> Extent:
-    """The most that one chunk holds on this rank, which has `tokens` of its own."""
-    chunks = routing.chunks
-    return Extent(
-        tokens=max(len(range(tokens)[chunk.tokens]) for chunk in chunks),
-        sent=max(sum(chunk.send) for chunk in chunks),
-        received=max(sum(chunk.receive) for chunk in chunks),
-        computed=max(sum(chunk.own_routes) + sum(chunk.landed_routes) for chunk in chunks),
-        chunks=len(chunks),
-        layer_tokens=tokens,
-    )

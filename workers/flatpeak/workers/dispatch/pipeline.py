@@ -7,12 +7,14 @@ is bounded by the chunk however long the sequence is. See README.md.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from flatpeak.workers.dispatch.experts import ExpertLayout, read_layout
+from flatpeak.workers.dispatch.footprint import dispatch_bytes, layer_sizes
 from flatpeak.workers.dispatch.lanes import Lanes
 from flatpeak.workers.dispatch.options import DispatchOptions
 from flatpeak.workers.dispatch.passes import Backward, Forward
@@ -53,7 +55,8 @@ def moe_forward(
     lanes: where compute and travel are issued; None takes those of the device.
 
     Collective over `group`, forward and backward. Raises `InputError` for ids outside [0, E) on any
-    rank, for parameters that are not this rank's slice, and for unsupported families.
+    rank, for a budget that one token at a time exceeds, for parameters that are not this rank's
+    slice, and for unsupported families.
     """
     layer = _Layer(read_layout(experts), experts, group, options, grad_sink, routing, lanes)
     layer.check_slices()
@@ -97,12 +100,17 @@ class _Layer:
                     f"experts {start} to {stop - 1} of {self.experts}: pass that slice"
                 )
 
-    def agree(self, expert_ids: torch.Tensor) -> Routing:
+    def agree(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Routing:
         if self.routing is not None:
             return self.routing
+        sizes = layer_sizes(self.layout, self.parameters, hidden, weights)
         return decide_once(
             lambda: make_routing(
-                expert_ids, experts=self.experts, group=self.group, options=self.options
+                ids,
+                experts=self.experts,
+                group=self.group,
+                options=self.options,
+                footprint=partial(dispatch_bytes, sizes),
             )
         )
 
@@ -121,7 +129,7 @@ class _Dispatch(torch.autograd.Function):
         ctx.save_for_backward(hidden, expert_ids, expert_weights, *parameters)
         ctx.layer = layer
         with scope("dispatch"):
-            ctx.routing = layer.agree(expert_ids)
+            ctx.routing = layer.agree(hidden, expert_ids, expert_weights)
             if skip:
                 # Loud where the promise that nobody reads it does not hold.
                 return torch.full_like(hidden, torch.nan)

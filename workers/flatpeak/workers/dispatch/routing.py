@@ -9,7 +9,6 @@ table is read by the host once, and nothing below this module reads a size from 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from flatpeak.workers.dispatch.assignment import DispatchPlan, native_experts, plan_dispatch
+from flatpeak.workers.dispatch.cutting import Bounds, Cut, Extent, Footprint, first_cut
 from flatpeak.workers.dispatch.options import DispatchOptions
 from flatpeak.workers.errors import InputError
 
@@ -57,6 +57,19 @@ class Routing:
     def instances(self) -> int:
         return self.plan.first_instance[self.rank + 1] - self.first_instance
 
+    def extent(self, tokens: int) -> Extent:
+        """The sizes of this rank, which has `tokens` tokens in the layer."""
+        chunks = self.chunks
+        return Extent(
+            tokens=max(len(range(tokens)[chunk.tokens]) for chunk in chunks),
+            sent=max(sum(chunk.send) for chunk in chunks),
+            received=max(sum(chunk.receive) for chunk in chunks),
+            computed=max(sum(chunk.own_routes) + sum(chunk.landed_routes) for chunk in chunks),
+            chunks=len(chunks),
+            layer_tokens=tokens,
+            foreign=len(self.plan.foreign[self.rank]),
+        )
+
     def label(self, expert_ids: torch.Tensor) -> torch.Tensor:
         """The instance that computes each route, [N, k] of `LABEL`."""
         experts = expert_ids.to(LABEL)
@@ -78,32 +91,21 @@ class Routing:
         return _owners(np.diff(self.plan.first_instance), device)
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """How each rank's tokens are cut into chunks.
-
-    Chunk number `t * groups + g` takes token positions t, t + steps, ... of each rank that is g
-    modulo `groups`. Groups exceed 1 only where one token a rank is already above the receive cap.
-    """
-
-    steps: int
-    groups: int = 1
-
-    @property
-    def chunks(self) -> int:
-        return self.steps * self.groups
-
-    def tokens(self, chunk: int, rank: int) -> slice:
-        step, group = divmod(chunk, self.groups)
-        return slice(step, None, self.steps) if rank % self.groups == group else slice(0, 0)
-
-
 def make_routing(
-    expert_ids: torch.Tensor, *, experts: int, group: Group, options: DispatchOptions
+    expert_ids: torch.Tensor,
+    *,
+    experts: int,
+    group: Group,
+    options: DispatchOptions,
+    footprint: Footprint | None = None,
 ) -> Routing:
     """Agree with the ranks of `group` on one layer's routing. Collective.
 
-    Raises `InputError` on all ranks if any rank has an id outside [0, experts).
+    `footprint` gives the bytes that dispatch takes for given sizes, the same on all ranks; without
+    it `options.budget_bytes` bounds nothing.
+
+    Raises `InputError` on all ranks if any rank has an id outside [0, experts), or if the layer
+    exceeds the budget with one token a rank at a time.
     """
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
@@ -111,18 +113,25 @@ def make_routing(
         (own,) = tables
         return _gather(own, group)
 
-    return agree({rank: expert_ids}, gather, rank, ranks, experts, options)
+    bounds = Bounds(options, footprint)
+    return agree({rank: expert_ids}, gather, rank, ranks, experts, bounds)
 
 
 def assumed_routing(
-    expert_ids: Sequence[torch.Tensor], *, rank: int, experts: int, options: DispatchOptions
+    expert_ids: Sequence[torch.Tensor],
+    *,
+    rank: int,
+    experts: int,
+    options: DispatchOptions,
+    footprint: Footprint | None = None,
 ) -> Routing:
     """What `make_routing` would agree on if rank r held `expert_ids[r]`, for simulation.
 
     Needs no process group, and real tensors: leave fake-tensor mode for this call.
     """
     held = dict(enumerate(expert_ids))
-    return agree(held, torch.stack, rank, len(held), experts, options)
+    bounds = Bounds(options, footprint)
+    return agree(held, torch.stack, rank, len(held), experts, bounds)
 
 
 Gather = Callable[[list[torch.Tensor]], torch.Tensor]
@@ -134,7 +143,7 @@ def agree(
     rank: int,
     ranks: int,
     experts: int,
-    options: DispatchOptions,
+    bounds: Bounds,
 ) -> Routing:
     """The routing of `rank`.
 
@@ -142,51 +151,26 @@ def agree(
     for each of those the stack of all ranks' tables. All ranks call it equally often.
     """
     summaries = _read(
-        gather([_summary(ids, r, ranks, experts, options) for r, ids in held.items()])
+        gather([_summary(ids, r, ranks, experts, bounds.options) for r, ids in held.items()])
     )
     _check_ids(summaries, experts)
-    tokens, native_table = int(summaries[:, 2].max()), summaries[:, None, 3:]
+    tokens, native_table = summaries[:, 2].tolist(), summaries[:, None, 3:]
     counts = native_table[:, 0, ranks:]
-    plan = plan_dispatch(counts, options)
+    plan = plan_dispatch(counts, bounds.options)
     instances, most = plan.first_instance[-1], torch.iinfo(LABEL).max
     assert instances <= most, f"{instances} experts, foreign ones counted, of at most {most}"
     views = {r: Routing(r, plan, tuple(plan.splits(counts, r)), ()) for r in {rank, *held}}
 
-    def chunk_tables(cut: _Cut) -> np.ndarray:
+    def chunk_tables(cut: Cut) -> np.ndarray:
         labelled = ((views[r], views[r].label(ids)) for r, ids in held.items())
         return _read(gather([_chunk_table(view, labels, cut) for view, labels in labelled]))
 
-    cut = _first_cut(tokens, options)
+    cut = first_cut(max(tokens), bounds.options)
     known = cut.chunks == 1 and not plan.moves_weights
     table = native_table if known else chunk_tables(cut)
-    while (finer := _finer_cut(cut, table, tokens, options)) is not None:
+    while (finer := bounds.finer(cut, table, plan, tokens)) is not None:
         cut, table = finer, chunk_tables(finer)
     return replace(views[rank], chunks=_read_chunks(table, plan, cut, rank))
-
-
-def _first_cut(tokens: int, options: DispatchOptions) -> _Cut:
-    if options.tokens_per_chunk is None:
-        return _Cut(1)
-    wanted = max(1, ceil(tokens / options.tokens_per_chunk))
-    return _Cut(min(wanted, options.max_chunks))
-
-
-def _finer_cut(cut: _Cut, table: np.ndarray, tokens: int, options: DispatchOptions) -> _Cut | None:
-    """The next cut to try where one chunk of `table` exceeds a cap on some rank, else None.
-
-    `table` [ranks, chunks, ranks + instances]: what each rank sends and computes in each chunk.
-    """
-    ranks, cap = len(table), options.receive_rows
-    worst = int(table[:, :, :ranks].sum(0).max())
-    if cap is None or worst <= cap:
-        return None
-    if cut.steps < tokens:
-        proportional = ceil(cut.steps * worst / cap)
-        return _Cut(min(max(cut.steps + 1, proportional), tokens))
-    # One token a rank and still too many rows: let fewer ranks send at once. At most `cap` of them
-    # then do, each one row, so this cut holds.
-    assert cut.groups == 1, f"{worst} rows arrive from {ceil(ranks / cut.groups)} ranks at once"
-    return _Cut(cut.steps, ceil(ranks / cap))
 
 
 def _summary(
@@ -200,7 +184,7 @@ def _summary(
     low, high = ids.aminmax() if ids.numel() else (ids.new_zeros(()), ids.new_zeros(()))
     bounds = torch.stack([low, high, ids.new_full((), tokens)])
     ids = ids.clamp(0, experts - 1)
-    if _first_cut(tokens, options).chunks > 1:
+    if first_cut(tokens, options).chunks > 1:
         rows = ids.new_zeros(1, ranks)
     else:
         natives = [len(held) for held in native_experts(experts, ranks)]
@@ -217,7 +201,7 @@ def _check_ids(summaries: np.ndarray, experts: int) -> None:
             )
 
 
-def _chunk_table(view: Routing, labels: torch.Tensor, cut: _Cut) -> torch.Tensor:
+def _chunk_table(view: Routing, labels: torch.Tensor, cut: Cut) -> torch.Tensor:
     """[chunks, ranks + instances] int32: rows to each other rank, routes to each instance."""
     labels, owners, ranks = labels.long(), view.owners(labels.device), view.plan.ranks
     rows = _count_rows(labels, owners, view.rank, ranks, cut.steps)
@@ -254,7 +238,7 @@ def visits(ranks_of: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
     return travels
 
 
-def _read_chunks(table: np.ndarray, plan: DispatchPlan, cut: _Cut, rank: int) -> tuple[Chunk, ...]:
+def _read_chunks(table: np.ndarray, plan: DispatchPlan, cut: Cut, rank: int) -> tuple[Chunk, ...]:
     first, stop = (plan.ranks + plan.first_instance[rank + i] for i in (0, 1))
     mine = table[:, :, first:stop]
     own, computed = mine[rank], mine.sum(0)
