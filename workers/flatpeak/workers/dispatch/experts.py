@@ -91,6 +91,7 @@ class Projections:
         self.layout = layout
         self._held = held
         self._dtype = dtype
+        self._casts = held.natives[UP].dtype != dtype
         matrices = [[layout.view(weight) for weight in held.each(which)] for which in (UP, DOWN)]
         self._forward = matrices
         self._backward = [[matrix.mT for matrix in each] for each in matrices]
@@ -128,10 +129,16 @@ class Projections:
             return F.grouped_mm(rows, stacked, offs=_ends(block, rows.device))
         if out is None:
             out = rows.new_empty((len(rows), matrices[first].shape[1]))
-        parts = zip(block.instances, rows.split(block.sizes), out.split(block.sizes), strict=True)
+        parts = zip(block.instances, _split(rows, block), _split(out, block), strict=True)
         for instance, part, result in parts:
-            torch.mm(part, matrices[instance].to(self._dtype), out=result)
+            weight = matrices[instance]
+            torch.mm(part, weight.to(self._dtype) if self._casts else weight, out=result)
         return out
+
+
+def _split(rows: torch.Tensor, block: Block) -> tuple[torch.Tensor, ...]:
+    """The rows of each instance. `Tensor.split` does the same with some Python around it."""
+    return torch.split_with_sizes(rows, block.sizes)  # type: ignore[return-value]
 
 
 def _ends(block: Block, device: torch.device) -> torch.Tensor:
@@ -160,7 +167,7 @@ def expert_forward(
     inner = projections.layout.activate(_up(projections, block, x)) * scale
     value = projections.apply(DOWN, block, inner.to(x.dtype), out=x)
     if projections.layout.has_bias:
-        parts = zip(value.split(block.sizes), scale.split(block.sizes), strict=True)
+        parts = zip(_split(value, block), _split(scale, block), strict=True)
         for (part, factor), bias in zip(parts, projections.biases(DOWN, block), strict=True):
             part += (factor * bias).to(value.dtype)
     return value
@@ -191,7 +198,7 @@ def expert_backward(
     (d_up,) = torch.autograd.grad(inner, up, back.mul_(scale))
     del inner, up, back
     if layout.has_bias:
-        parts = zip(d_scale.split(block.sizes), upstream.split(block.sizes), strict=True)
+        parts = zip(_split(d_scale, block), _split(upstream, block), strict=True)
         for (part, g), bias in zip(parts, projections.biases(DOWN, block), strict=True):
             part += g.to(part.dtype) @ bias.to(part.dtype)
     if gradients is not None:
@@ -207,7 +214,7 @@ def _up(projections: Projections, block: Block, x: torch.Tensor) -> torch.Tensor
     """The up projection in what gates are computed in: rounding is left to the products alone."""
     up = projections.apply(UP, block, x)
     if projections.layout.has_bias:
-        parts = zip(up.split(block.sizes), projections.biases(UP, block), strict=True)
+        parts = zip(_split(up, block), projections.biases(UP, block), strict=True)
         for part, bias in parts:
             part += bias
     return up.to(accurate(x.dtype))
@@ -233,14 +240,14 @@ class Gradients:
 
     def add(self, which: int, block: Block, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add left^T right of each instance's rows to its gradient of projection `which`."""
-        parts = zip(left.split(block.sizes), right.split(block.sizes), strict=True)
+        parts = zip(_split(left, block), _split(right, block), strict=True)
         for instance, (rows, columns) in zip(block.instances, parts, strict=True):
             fresh = instance not in self.written
             _accumulate(self._matrices[which][instance], rows, columns, fresh=fresh)
 
     def add_biases(self, block: Block, *d_biases: torch.Tensor) -> None:
         for totals, rows in zip(self._biases, d_biases, strict=True):
-            for instance, part in zip(block.instances, rows.split(block.sizes), strict=True):
+            for instance, part in zip(block.instances, _split(rows, block), strict=True):
                 total = totals[instance]
                 total.add_(part.sum(0)) if instance in self.written else total.copy_(part.sum(0))
 
@@ -257,12 +264,13 @@ def _accumulate(
     total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, fresh: bool
 ) -> None:
     """total = or += left^T right in the dtype of `total`; CUDA multiplies in that of the rows."""
-    narrow = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
-    if total.is_cuda and narrow != total.dtype:
+    if total.is_cuda and not left.dtype == right.dtype == total.dtype:
+        narrow = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
         product = torch.mm(left.to(narrow).mT, right.to(narrow), out_dtype=total.dtype)
         total.copy_(product) if fresh else total.add_(product)
         return
-    left, right = left.to(total.dtype), right.to(total.dtype)
+    if left.dtype != total.dtype or right.dtype != total.dtype:
+        left, right = left.to(total.dtype), right.to(total.dtype)
     if fresh:
         torch.mm(left.mT, right, out=total)
     else:

@@ -131,7 +131,8 @@ class Block:
         self, rows: torch.Tensor, values: torch.Tensor
     ) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
         sides, sizes = zip(*self.runs, strict=True)
-        return zip(sides, rows.split(sizes), values.split(sizes), strict=True)
+        parts = (torch.split_with_sizes(each, sizes) for each in (rows, values))
+        return zip(sides, *parts, strict=True)
 
 
 def blocks(labels: torch.Tensor, routing: Routing, chunk: Chunk, *, size: int) -> Iterator[Block]:
