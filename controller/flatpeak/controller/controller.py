@@ -40,6 +40,7 @@ from flatpeak.controller.waiting import Interrupted, collect
 from flatpeak.workers.actors import log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
 from flatpeak.workers.data import sample_ids
+from flatpeak.workers.dispatch import worst_of
 from flatpeak.workers.errors import DoesNotFit, RunFailed
 from flatpeak.workers.optimizer import clipping_factor
 from flatpeak.workers.snapshot import (
@@ -204,7 +205,7 @@ class Controller:
                 raise DoesNotFit(
                     f"{who} reached {result.peaks[TOTAL]:,} bytes in step {result.step}, above "
                     f"memory.device_budget_bytes = {budget:,}; its largest part is {worst} with "
-                    f"{parts[worst]:,}. Lower memory.dispatch.tokens_per_chunk or "
+                    f"{parts[worst]:,}. Lower memory.dispatch.budget_bytes or "
                     "memory.vocabulary.token_tile, use more microbatches or workers, or raise the "
                     "budget"
                 )
@@ -231,6 +232,7 @@ class Controller:
             step_seconds=seconds,
             peak_bytes=_largest_of([result.peaks for result in results]),
             budget_bytes=self.spec.memory.device_budget_bytes,
+            dispatch=worst_of(result.dispatch for result in results).figures(),
             skipped=not first.usable,
             first_sample=ids[0],
             last_sample=ids[-1],

@@ -56,6 +56,7 @@ class StepRecord:
     step_seconds: float
     peak_bytes: dict[str, int] = field(default_factory=dict)
     budget_bytes: int | None = None
+    dispatch: dict[str, float] = field(default_factory=dict)
     skipped: bool = False
     first_sample: int
     last_sample: int

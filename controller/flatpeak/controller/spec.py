@@ -166,12 +166,15 @@ class ParallelSpec(Section):
 
 
 class DispatchSpec(Section):
+    budget_bytes: Count | Auto = "auto"
+    """Peak of the dispatch, kept by cutting layers into chunks; less costs time. auto takes an
+    eighth of `device_budget_bytes`, or sets no bound where that is null."""
     tokens_per_chunk: Count | Auto = "auto"
-    """Tokens whose routes travel at once; fewer lowers the dispatch peak, costs time."""
+    """Tokens whose routes travel at once; auto takes as many as the budget allows."""
     max_chunks: Count = 64
-    """Most chunks a layer is cut into; more allows a lower peak at long sequences."""
+    """Most chunks that follow from `tokens_per_chunk`; budget and cap may ask for more."""
     receive_rows: Count | Auto = "auto"
-    """Hard cap of rows a rank receives in a chunk; fewer bounds the peak, cuts chunks."""
+    """Hard cap of rows a rank receives in a chunk; auto leaves it to the budget."""
     capacity_factor: Annotated[float, Field(ge=1)] = 1.0
     """A rank takes up to this multiple of the mean load; more migrates less, bounds worse."""
     min_chunk: Count = 1024

@@ -21,7 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from flatpeak.workers import attention
 from flatpeak.workers.buckets import Range, Shard
 from flatpeak.workers.checkpoint import kept_in_fp32, moe_layers
-from flatpeak.workers.dispatch import DispatchOptions, moe_forward
+from flatpeak.workers.dispatch import DispatchOptions, DispatchReport, Routing, moe_forward
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.parallel import Axis, Groups
 from flatpeak.workers.partition import part
@@ -34,6 +34,19 @@ EXPERTS_NAME = "flatpeak"
 GradientSink = Callable[[nn.Parameter, Tensor], None]
 
 
+class DispatchLog:
+    """What the dispatch of one step did, over all layers and microbatches of this rank."""
+
+    def __init__(self) -> None:
+        self.report = DispatchReport()
+
+    def begin_step(self) -> None:
+        self.report = DispatchReport()
+
+    def add(self, routing: Routing) -> None:
+        self.report = self.report.including(routing)
+
+
 @dataclass
 class ExpertsContext:
     """What the experts function of one layer must know; bound to its module at build time."""
@@ -41,6 +54,7 @@ class ExpertsContext:
     axis: Axis
     options: DispatchOptions
     load: RouterLoad
+    dispatched: DispatchLog
     layer: int
     value_needed_in_recompute: bool
     sink: GradientSink | None = None
@@ -61,6 +75,7 @@ def experts_forward(
         options=context.options,
         grad_sink=context.sink,
         value_needed_in_recompute=context.value_needed_in_recompute,
+        on_routing=context.dispatched.add,
     )
 
 
@@ -140,6 +155,7 @@ class ShardedModel:
     head: VocabularyHead
     sequence: attention.SequenceContext
     load: RouterLoad
+    dispatched: DispatchLog
     experts: list[ExpertsContext]
     moe_names: list[str]
     parameters: list[LocalParameter] = field(default_factory=list)
@@ -324,12 +340,13 @@ def shard_model(
     layers = moe_layers(model)
     total = cast(Any, layers[0][1]).num_experts
     load = RouterLoad(layers=len(layers), experts=total, device=device)
-    contexts = []
+    dispatched, contexts = DispatchLog(), []
     for index, (_, experts) in enumerate(layers):
         context = ExpertsContext(
             axis=groups.expert,
             options=dispatch,
             load=load,
+            dispatched=dispatched,
             layer=index,
             value_needed_in_recompute=value_needed,
         )
@@ -343,6 +360,7 @@ def shard_model(
         head=head,
         sequence=sequence,
         load=load,
+        dispatched=dispatched,
         experts=contexts,
         moe_names=[name for name, _ in layers],
         parameters=list(_local_parameters(model, groups, expert_rows)),

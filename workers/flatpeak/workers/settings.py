@@ -9,6 +9,9 @@ from flatpeak.workers.optimizer import AdamW
 if TYPE_CHECKING:
     from flatpeak.controller.spec import Spec
 
+# Dispatch takes one part in so many of the device budget where the job does not say.
+DISPATCH_SHARE = 8
+
 
 def samples_of(spec: "Spec", *, vocab_size: int | None = None) -> Samples:
     """The job's samples; with `vocab_size` a token outside the vocabulary is refused."""
@@ -38,6 +41,7 @@ def adamw_of(spec: "Spec") -> AdamW:
 def dispatch_of(spec: "Spec") -> DispatchOptions:
     section = spec.memory.dispatch
     return DispatchOptions(
+        budget_bytes=dispatch_budget_of(spec),
         tokens_per_chunk=None if section.tokens_per_chunk == "auto" else section.tokens_per_chunk,
         max_chunks=section.max_chunks,
         receive_rows=None if section.receive_rows == "auto" else section.receive_rows,
@@ -46,3 +50,10 @@ def dispatch_of(spec: "Spec") -> DispatchOptions:
         balance_above=section.balance_above,
         max_foreign_experts=section.max_foreign_experts,
     )
+
+
+def dispatch_budget_of(spec: "Spec") -> int | None:
+    given, device = spec.memory.dispatch.budget_bytes, spec.memory.device_budget_bytes
+    if given != "auto":
+        return given
+    return None if device is None else device // DISPATCH_SHARE

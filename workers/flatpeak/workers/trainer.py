@@ -23,6 +23,7 @@ from flatpeak.workers.batches import Microbatch, SampleSource, read_step
 from flatpeak.workers.boundaries import CheckpointOffload, slab_bytes
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.checkpoint import build_meta_model, load_config
+from flatpeak.workers.dispatch import DispatchReport
 from flatpeak.workers.gradients import GradientStream, global_norm
 from flatpeak.workers.memory import PeakMeter
 from flatpeak.workers.model import LocalParameter, ShardedModel, shard_model
@@ -47,7 +48,7 @@ class StepResult:
     targets: int
     tokens: int
     seconds: float
-    load_imbalance: float
+    dispatch: DispatchReport
     peaks: dict[str, int] = field(default_factory=dict)
     largest: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -163,6 +164,7 @@ class Trainer:
             self.refresh(version=step - 1)
             self._stream.begin_step(version=step - 1, timeout_s=self.spec.cluster.step_timeout_s)
             self.sharded.load.begin_step()
+            self.sharded.dispatched.begin_step()
             loss, targets, tokens = self._forward_backward(step)
             grad_norm = self._finish_gradients()
         return StepResult(
@@ -172,7 +174,7 @@ class Trainer:
             targets=targets,
             tokens=tokens,
             seconds=time.perf_counter() - started,
-            load_imbalance=self._imbalance(),
+            dispatch=self.sharded.dispatched.report,
             peaks=self._meter.peaks() if self._meter else {},
             largest=self._meter.largest_tensors() if self._meter and self._on_cpu() else {},
         )
@@ -341,11 +343,6 @@ class Trainer:
             if parameter.rule == "bias":
                 block = parameter.name.rsplit(".", 2)[0]
                 self._write(parameter, self.sharded.load.bias_gradient(layer_of[block]))
-
-    def _imbalance(self) -> float:
-        """Largest over mean tokens of an expert, the worst of all layers."""
-        counts = self.sharded.load.counts.double()
-        return (counts.amax(dim=1) / counts.mean(dim=1).clamp(min=1)).max().item()
 
     def _metered(self) -> AbstractContextManager[object]:
         return self._meter if self._meter is not None else nullcontext()

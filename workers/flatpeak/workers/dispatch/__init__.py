@@ -3,14 +3,17 @@
 from flatpeak.workers.dispatch.assignment import DispatchPlan, plan_least_loaded
 from flatpeak.workers.dispatch.options import DispatchOptions
 from flatpeak.workers.dispatch.pipeline import moe_forward
+from flatpeak.workers.dispatch.report import DispatchReport, worst_of
 from flatpeak.workers.dispatch.routing import Routing, assumed_routing, make_routing
 
 __all__ = [
     "DispatchOptions",
     "DispatchPlan",
+    "DispatchReport",
     "Routing",
     "assumed_routing",
     "make_routing",
     "moe_forward",
     "plan_least_loaded",
+    "worst_of",
 ]

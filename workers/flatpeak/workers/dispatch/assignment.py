@@ -79,6 +79,12 @@ class DispatchPlan:
         return tuple(loads)
 
     @cached_property
+    def native_loads(self) -> tuple[int, ...]:
+        """Routes that each rank would compute if none moved."""
+        totals = [sum(routes for _, routes in pieces) for pieces in self.segments]
+        return tuple(sum(totals[owned.start : owned.stop]) for owned in self.natives)
+
+    @cached_property
     def first_instance(self) -> tuple[int, ...]:
         """Number of each rank's first instance, and the count of all instances at the end."""
         held = (len(n) + len(f) for n, f in zip(self.natives, self.foreign, strict=True))

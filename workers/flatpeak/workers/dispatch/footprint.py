@@ -103,3 +103,20 @@ def _block_bytes(sizes: LayerSizes, extent: Extent) -> int:
         values += sizes.hidden * wide.itemsize
     block = min(sizes.block_routes, extent.computed) * values
     return max(block, extent.computed * 4 * _INDEX)
+
+
+def smallest_budget(sizes: LayerSizes, *, ranks: int, tokens: int, max_foreign: int) -> int:
+    """The least `budget_bytes` that holds for any routing: one token of one rank at a time.
+
+    `tokens` are those of a rank in a layer.
+    """
+    one_token = Extent(
+        tokens=1,
+        sent=min(sizes.k, ranks - 1),
+        received=min(1, ranks - 1),
+        computed=sizes.k,
+        chunks=ranks * max(1, tokens),
+        layer_tokens=tokens,
+        foreign=max_foreign if ranks > 1 else 0,
+    )
+    return dispatch_bytes(sizes, one_token)

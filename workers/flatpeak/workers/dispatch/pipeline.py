@@ -39,6 +39,7 @@ def moe_forward(
     value_needed_in_recompute: bool = True,
     routing: Routing | None = None,
     lanes: Lanes | None = None,
+    on_routing: Callable[[Routing], None] | None = None,
 ) -> torch.Tensor:
     """Sum over each token's experts of route weight times expert output, [N, H].
 
@@ -53,12 +54,15 @@ def moe_forward(
         value: the recomputation then returns NaN without doing the work.
     routing: what the ranks would agree on, for simulation (see `assumed_routing`).
     lanes: where compute and travel are issued; None takes those of the device.
+    on_routing: called with what the ranks agreed on, once a forward pass, recomputations left out.
 
     Collective over `group`, forward and backward. Raises `InputError` for ids outside [0, E) on any
     rank, for a budget that one token at a time exceeds, for parameters that are not this rank's
     slice, and for unsupported families.
     """
-    layer = _Layer(read_layout(experts), experts, group, options, grad_sink, routing, lanes)
+    layer = _Layer(
+        read_layout(experts), experts, group, options, grad_sink, routing, lanes, on_routing
+    )
     layer.check_slices()
     if expert_weights.shape != expert_ids.shape or len(hidden) != len(expert_ids):
         raise InputError(
@@ -79,6 +83,7 @@ class _Layer:
     grad_sink: GradSink | None
     routing: Routing | None
     lanes: Lanes | None
+    on_routing: Callable[[Routing], None] | None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -130,6 +135,8 @@ class _Dispatch(torch.autograd.Function):
         ctx.layer = layer
         with scope("dispatch"):
             ctx.routing = layer.agree(hidden, expert_ids, expert_weights)
+            if layer.on_routing is not None and not is_recomputing():
+                layer.on_routing(ctx.routing)
             if skip:
                 # Loud where the promise that nobody reads it does not hold.
                 return torch.full_like(hidden, torch.nan)
