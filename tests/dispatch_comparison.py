@@ -1,0 +1,293 @@
+"""Expert dispatch and what it is compared with: one case, the methods, and how they are measured.
+
+A case is one MoE layer of random weights and tokens with a routing profile. Every method computes
+its output and, with `backward`, all gradients: of the tokens and the route weights, and of this
+rank's expert weights in fp32.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from expert_parallel import Group, Planner, expert_parallel
+from flatpeak.workers.dispatch import DispatchOptions, moe_forward, plan_least_loaded
+from flatpeak.workers.dispatch.assignment import Counts, DispatchPlan, plan_native
+from flatpeak.workers.memory import TOTAL, PeakMeter
+from flatpeak.workers.partition import part
+from moe_families import PlainExperts, profile
+
+BALANCED = "balanced"
+NAMES = ("gate_up_proj", "down_proj")
+# Dense rows are computed a block at a time, so that the reference itself fits.
+DENSE_BLOCK = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One layer on `ranks` ranks; picklable."""
+
+    ranks: int
+    profile: str
+    """`balanced`, or `r/h`: r percent of the tokens choose among h hot experts."""
+    tokens: int
+    """On each rank."""
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    dtype: torch.dtype
+    backward: bool
+    options: DispatchOptions
+
+    def expert_ids(self) -> Tensor:
+        percent, hot = (0, 0) if self.profile == BALANCED else map(int, self.profile.split("/"))
+        return profile(self.tokens, self.experts, self.top_k, percent, hot)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank computes with."""
+
+    case: Case
+    experts: PlainExperts
+    hidden: Tensor
+    ids: Tensor
+    weights: Tensor
+    upstream: Tensor
+    group: Group
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [self.hidden, self.ids, self.weights, self.upstream, *self.parameters.values()]
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: getattr(self.experts, name) for name in NAMES}
+
+
+def make_work(case: Case, rank: int, *, group: Group, device: str = "cpu") -> Work:
+    make = torch.Generator().manual_seed(rank)
+    ids = case.expert_ids()
+    hidden, upstream = torch.randn(2, case.tokens, case.hidden, generator=make)
+    weights = torch.rand(ids.shape, generator=make) + 0.1
+    weights = weights / weights.sum(-1, keepdim=True)
+    hidden, weights, upstream = (
+        # Copies: halves of one storage would both count while one of them lives.
+        value.to(device, case.dtype, copy=True)
+        for value in (hidden, weights, upstream)
+    )
+    owned = range(*part(case.experts, case.ranks, rank))
+    experts = make_experts(case, owned).to(device, case.dtype)
+    return Work(case, experts, hidden, ids.to(device), weights, upstream, group)
+
+
+def make_experts(case: Case, owned: Iterable[int]) -> PlainExperts:
+    """The experts `owned`, each the same whatever the others; `num_experts` stays global."""
+    module = PlainExperts(0)
+    module.num_experts = case.experts
+    rows = [
+        torch.randn(
+            3 * case.intermediate, case.hidden, generator=torch.Generator().manual_seed(expert)
+        )
+        for expert in owned
+    ]
+    gate_up, down = torch.stack(rows).split([2 * case.intermediate, case.intermediate], dim=1)
+    module.gate_up_proj = nn.Parameter(gate_up * case.hidden**-0.5)
+    module.down_proj = nn.Parameter((down * case.intermediate**-0.5).mT.contiguous())
+    return module
+
+
+# A method computes the output of leaves (hidden, route weights) and lets the backward pass leave
+# the gradients of the expert weights in the dictionary, by name.
+Gradients = dict[str, Tensor]
+Method = Callable[[Work, Tensor, Tensor, Gradients], Tensor]
+
+
+def ours(work: Work, hidden: Tensor, weights: Tensor, gradients: Gradients) -> Tensor:
+    names = {id(parameter): name for name, parameter in work.parameters.items()}
+
+    def receive(parameter: nn.Parameter, gradient: Tensor) -> None:
+        gradients[names[id(parameter)]] = gradient
+
+    return moe_forward(
+        work.experts,
+        hidden,
+        work.ids,
+        weights,
+        group=work.group,
+        options=work.case.options,
+        grad_sink=receive,
+    )
+
+
+def _expert_parallel(
+    planner: Callable[[Case], Planner],
+    work: Work,
+    hidden: Tensor,
+    weights: Tensor,
+    gradients: Gradients,
+) -> Tensor:
+    if work.case.backward:
+        wide = torch.promote_types(work.case.dtype, torch.float32)
+        gradients |= {n: torch.zeros_like(p, dtype=wide) for n, p in work.parameters.items()}
+    return expert_parallel(
+        work.experts,
+        hidden,
+        work.ids,
+        weights,
+        group=work.group,
+        planner=planner(work.case),
+        gradients=list(gradients.values()),
+    )
+
+
+def least_loaded(case: Case) -> Planner:
+    """The published plan: any number of foreign experts, native while the load is balanced."""
+
+    def plan(counts: Counts) -> DispatchPlan:
+        native, options = plan_native(counts), case.options
+        if max(native.loads) * native.ranks <= options.balance_above * sum(native.loads):
+            return native
+        return plan_least_loaded(
+            counts,
+            capacity_factor=options.capacity_factor,
+            min_chunk=options.min_chunk,
+            max_foreign=case.experts,
+        )
+
+    return plan
+
+
+def dense(work: Work, hidden: Tensor, weights: Tensor, gradients: Gradients) -> Tensor:
+    """Eager autograd over all experts, which must all be here."""
+    output = torch.zeros_like(hidden)
+    # Unbound once: indexing would make a gradient of all experts for each of them.
+    parts = (parameter.unbind(0) for parameter in work.parameters.values())
+    for expert, (up, down) in enumerate(zip(*parts, strict=True)):
+        token, slot = torch.where(work.ids == expert)
+        value = work.experts._apply_gate(hidden[token] @ up.T) @ down.T
+        output.index_add_(0, token, value * weights[token, slot, None])
+    return output
+
+
+METHODS: dict[str, Method] = {
+    "ours": ours,
+    "llep": partial(_expert_parallel, least_loaded),
+    "plain_ep": partial(_expert_parallel, lambda case: plan_native),
+}
+
+
+def run_pass(method: Method, work: Work) -> dict[str, Tensor]:
+    """One forward pass and, where the case says so, one backward: all results by name."""
+    hidden, weights = (t.detach().requires_grad_() for t in (work.hidden, work.weights))
+    gradients: Gradients = {}
+    output = method(work, hidden, weights, gradients)
+    results = {"output": output.detach()}
+    if not work.case.backward:
+        return results
+    output.backward(work.upstream)
+    assert hidden.grad is not None
+    assert weights.grad is not None
+    for name, parameter in work.parameters.items():
+        if parameter.grad is not None:
+            gradients[name], parameter.grad = parameter.grad, None
+    return results | {"hidden": hidden.grad, "weights": weights.grad} | gradients
+
+
+@dataclass(frozen=True)
+class Metered:
+    results: dict[str, Tensor]
+    resident_bytes: int
+    """Inputs, expert weights, outputs, and all gradients."""
+    peak_bytes: int
+    """Most bytes at once, residents counted."""
+    sent_bytes: int
+
+    @property
+    def increment_bytes(self) -> int:
+        return self.peak_bytes - self.resident_bytes
+
+
+def meter(method: Method, work: Work) -> Metered:
+    given = sum(tensor.nbytes for tensor in work.inputs)
+    with PeakMeter(device=work.hidden.device) as memory, SentBytes(work.group) as sent:
+        for tensor in work.inputs:
+            memory.track(tensor, "given")
+        # On a GPU the allocator also holds what libraries keep; none of it is a method's.
+        before = memory.live()[TOTAL] - given
+        memory.reset_peaks()
+        results = run_pass(method, work)
+        peak = memory.peaks()[TOTAL] - before
+    resident = given + sum(tensor.nbytes for tensor in results.values())
+    return Metered(results, resident, peak, sent.total)
+
+
+class SentBytes(TorchDispatchMode):
+    """Bytes that this rank sends to others by all-to-all or point to point."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.total = 0
+        self._rank = 0 if group is None else group.rank()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d.alltoall_base_.default:
+            rows, splits = args[1], args[4]
+            if len(rows):
+                row_bytes = rows.nbytes // len(rows)
+                self.total += row_bytes * (sum(splits) - splits[self._rank])
+        elif func is torch.ops.c10d.send.default:
+            self.total += sum(tensor.nbytes for tensor in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def clock(method: Method, work: Work) -> tuple[float, float]:
+    """Wall and CPU seconds of one pass on this rank, from a barrier."""
+    if work.group is not None:
+        dist.barrier(work.group)
+    cpu, wall = time.process_time(), time.perf_counter()
+    run_pass(method, work)
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def dense_results(work: Work, rank: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Dense results of this rank's tokens and of its experts' weights, and the largest entry of
+    each. Every rank computes its own tokens with all experts; weight gradients are summed."""
+    case, wide = work.case, torch.promote_types(work.case.dtype, torch.float32)
+    every = make_experts(case, range(case.experts)).to(work.hidden.device, case.dtype).to(wide)
+    totals = {name: torch.zeros_like(getattr(every, name)) for name in NAMES}
+    found: dict[str, list[Tensor]] = {"output": [], "hidden": [], "weights": []}
+    for block in range(0, max(1, case.tokens), DENSE_BLOCK):
+        rows = slice(block, block + DENSE_BLOCK)
+        tokens = [t[rows].to(wide) for t in (work.hidden, work.weights, work.upstream)]
+        part_of = Work(case, every, tokens[0], work.ids[rows], tokens[1], tokens[2], None)
+        results = run_pass(dense, part_of)
+        for name, value in results.items():
+            totals[name].add_(value) if name in NAMES else found[name].append(value)
+    results = {name: torch.cat(values) for name, values in found.items() if values}
+    if case.backward:
+        results |= totals
+    if work.group is not None:
+        for name in NAMES:
+            dist.all_reduce(totals[name], group=work.group)
+    scales = {name: value.abs().max().item() for name, value in results.items() if value.numel()}
+    owned = slice(*part(case.experts, case.ranks, rank))
+    return {n: v[owned] if n in NAMES else v for n, v in results.items()}, scales
+
+
+def error(results: dict[str, Tensor], wanted: dict[str, Tensor], scales: dict[str, float]) -> float:
+    """The largest deviation of any result, relative to the largest entry of the dense one."""
+    assert results.keys() == wanted.keys(), f"{results.keys()} are not {wanted.keys()}"
+    errors = [
+        (results[name] - value).abs().max().nan_to_num(nan=torch.inf).item() / scales[name]
+        for name, value in wanted.items()
+        if value.numel()
+    ]
+    return max(errors, default=0.0)
