@@ -1,4 +1,4 @@
-"""Expert parallelism as it is trained today, to measure against: one row a route, the layer at once.
+"""Expert parallelism as it is trained today, to measure against: a row a route, the layer at once.
 
 Routes are permuted by destination, exchanged, sorted by local expert, computed one matrix product
 an expert, and go the same way back; a batched product sums them by their route weights. The plan is
