@@ -5,11 +5,12 @@ its output and, with `backward`, all gradients: of the tokens and the route weig
 rank's expert weights in fp32.
 """
 
+import ctypes
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -84,25 +85,28 @@ def make_work(case: Case, rank: int, *, group: Group, device: str = "cpu") -> Wo
         value.to(device, case.dtype, copy=True)
         for value in (hidden, weights, upstream)
     )
-    owned = range(*part(case.experts, case.ranks, rank))
+    owned = slice(*part(case.experts, case.ranks, rank))
     experts = make_experts(case, owned).to(device, case.dtype)
     return Work(case, experts, hidden, ids.to(device), weights, upstream, group)
 
 
-def make_experts(case: Case, owned: Iterable[int]) -> PlainExperts:
-    """The experts `owned`, each the same whatever the others; `num_experts` stays global."""
+def make_experts(case: Case, owned: slice) -> PlainExperts:
+    """A slice of all experts, in fp32; `num_experts` stays global."""
     module = PlainExperts(0)
     module.num_experts = case.experts
-    rows = [
-        torch.randn(
-            3 * case.intermediate, case.hidden, generator=torch.Generator().manual_seed(expert)
-        )
-        for expert in owned
-    ]
-    gate_up, down = torch.stack(rows).split([2 * case.intermediate, case.intermediate], dim=1)
-    module.gate_up_proj = nn.Parameter(gate_up * case.hidden**-0.5)
-    module.down_proj = nn.Parameter((down * case.intermediate**-0.5).mT.contiguous())
+    for name, weight in zip(
+        NAMES, _all_experts(case.experts, case.hidden, case.intermediate), strict=True
+    ):
+        setattr(module, name, nn.Parameter(weight[owned].clone()))
     return module
+
+
+@lru_cache(maxsize=1)  # the same in every case of a run
+def _all_experts(experts: int, hidden: int, intermediate: int) -> tuple[Tensor, Tensor]:
+    make = torch.Generator().manual_seed(-1)
+    gate_up = torch.randn(experts, 2 * intermediate, hidden, generator=make)
+    down = torch.randn(experts, hidden, intermediate, generator=make)
+    return gate_up.mul_(hidden**-0.5), down.mul_(intermediate**-0.5)
 
 
 # A method computes the output of leaves (hidden, route weights) and lets the backward pass leave
@@ -268,6 +272,28 @@ class SentBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """Let glibc keep freed memory for the next tensor, as a device's caching allocator does.
+
+    Left alone it returns large buffers to the system at once, and every new one then costs a page
+    fault each 4 KiB: on layer-sized buffers half of a method's time, and no part of the method.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # another C library
+        yield
+        return
+    trim_threshold, mmap_max = -1, -4  # names of malloc.h
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, 2**31 - 1)
+    try:
+        yield
+    finally:
+        mallopt(mmap_max, 65536)
+        mallopt(trim_threshold, 2**17)
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def clock(method: Method, work: Work) -> tuple[float, float]:
     """Wall and CPU seconds of one pass on this rank, from a barrier."""
     if work.group is not None:
@@ -281,7 +307,7 @@ def dense_results(work: Work, rank: int) -> tuple[dict[str, Tensor], dict[str, f
     """Dense results of this rank's tokens and of its experts' weights, and the largest entry of
     each. Every rank computes its own tokens with all experts; weight gradients are summed."""
     case, wide = work.case, torch.promote_types(work.case.dtype, torch.float32)
-    every = make_experts(case, range(case.experts)).to(work.hidden.device, case.dtype).to(wide)
+    every = make_experts(case, slice(None)).to(work.hidden.device, case.dtype).to(wide)
     totals = {name: torch.zeros_like(getattr(every, name)) for name in NAMES}
     found: dict[str, list[Tensor]] = {"output": [], "hidden": [], "weights": []}
     for block in range(0, max(1, case.tokens), DENSE_BLOCK):

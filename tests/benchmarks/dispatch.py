@@ -23,6 +23,7 @@ from dispatch_comparison import (
     clock,
     dense_results,
     error,
+    freed_memory_kept,
     least_loaded,
     make_work,
     meter,
@@ -34,9 +35,9 @@ from ranks import run_ranks
 
 DEFAULTS = {
     "profile": (BALANCED, "30/16", "50/16", "80/16", "95/16", "30/4", "50/4"),
-    "tokens": 512,
+    "tokens": 256,
     "ranks": (2, 4, 8),
-    "chunk": 128,  # tokens of a rank on their way at once; 0 takes the layer at once
+    "chunk": 64,  # tokens of a rank on their way at once; 0 takes the layer at once
     "receive_rows": 0,  # 0 sets no cap
     "max_foreign": 2,
     "backward": True,
@@ -55,10 +56,12 @@ def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
     rows = []
     for ranks, profile in product(config["ranks"], config["profile"]):
         for tokens in dict.fromkeys((config["tokens"], SMALL)):
-            found = measure(make_case(config, ranks, profile, tokens), config["repeats"])
+            case = make_case(config, ranks, profile, tokens)
+            found = measure(case, config["repeats"])
+            if tokens == config["tokens"]:
+                found[0]["growth"] = growth(case, found[0])
             rows += found
-            for row in found:
-                print(progress(row), flush=True)
+            print("\n".join(map(progress, found)), flush=True)
     exact = all(row["error"] <= TOLERANCES[config["dtype"]] for row in rows)
     return exact, rows, ratios(rows, config["tokens"])
 
@@ -90,18 +93,17 @@ def dispatch_options(config: dict) -> DispatchOptions:
 def measure(case: Case, repeats: int) -> list[dict]:
     """One row a method."""
     metered = run_ranks(case.ranks, metered_rank, case)
-    doubled = run_ranks(case.ranks, doubled_rank, replace(case, tokens=2 * case.tokens))
     timed = run_ranks(case.ranks, timed_rank, case, repeats)
-    rows = [
+    return [
         row(case, name, [rank[name] for rank in metered], [rank[name] for rank in timed])
         for name in METHODS
     ]
-    for entry in rows:
-        if entry["method"] == "ours":
-            entry["growth"] = max(map(bounded, doubled)) / max(
-                bounded(rank["ours"]) for rank in metered
-            )
-    return rows
+
+
+def growth(case: Case, ours: dict) -> float:
+    """The factor that twice the tokens at one chunk size put on our increment, foreigners apart."""
+    twice = run_ranks(case.ranks, doubled_rank, replace(case, tokens=2 * case.tokens))
+    return max(map(bounded, twice)) / ours["bounded_bytes"]
 
 
 @dataclass(frozen=True)
@@ -181,13 +183,14 @@ def expert_bytes(case: Case) -> int:
 
 
 def timed_rank(rank: int, case: Case, repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """Wall and CPU seconds of each repeat; the metered pass has warmed everything."""
+    """Wall and CPU seconds of each repeat, the methods taking turns, after one turn to warm up."""
     work = make_work(case, rank, group=_group(case))
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in METHODS}
-    for _ in range(repeats):
-        for name, method in METHODS.items():
-            turns[name].append(clock(method, work))
-    return turns
+    with freed_memory_kept():
+        for _ in range(1 + repeats):
+            for name, method in METHODS.items():
+                turns[name].append(clock(method, work))
+    return {name: taken[1:] for name, taken in turns.items()}
 
 
 def _group(case: Case) -> dist.ProcessGroup | None:
@@ -211,6 +214,7 @@ def row(
         "peak_bytes": max(figures.peak_bytes for figures in ranks),
         "increment_bytes": fullest.increment_bytes,
         "foreign_bytes": fullest.foreign_bytes,
+        "bounded_bytes": max(map(bounded, ranks)),
         "growth": None,
         "seconds": statistics.median(walls),
         "seconds_min": min(walls),
