@@ -1,0 +1,123 @@
+"""The dispatch bench: what it reports, and that its figures are those of the methods' design."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dispatch_comparison import METHODS, Case, dense_results, error, make_work, meter, run_pass
+from flatpeak.controller.bench import run_bench
+from flatpeak.workers.dispatch import DispatchOptions
+from ranks import run_ranks
+
+CHECKOUT = Path(__file__).parents[2]
+SIZES = "--hidden 32 --intermediate 16 --experts 8 --top-k 4 --chunk 32 --repeats 1".split()
+
+CASE = Case(
+    ranks=2,
+    profile="balanced",
+    tokens=64,
+    hidden=64,
+    intermediate=8,
+    experts=32,
+    top_k=4,
+    dtype=torch.float32,
+    backward=True,
+    options=DispatchOptions(tokens_per_chunk=16, max_foreign_experts=32, min_chunk=1),
+)
+
+
+def test_a_run_is_exact_and_gives_every_ratio():
+    words = ["--ranks", "2", "--tokens", "96", "--profile", "balanced,80/2", "--backward"]
+    report = run_bench("dispatch", [*words, *SIZES], start=CHECKOUT)
+    assert report.exact
+    # Nothing ran on eight ranks.
+    assert report.ratios.pop("peak_vs_llep_ep8_max") is None
+    assert all(isinstance(ratio, float) and ratio > 0 for ratio in report.ratios.values())
+    assert {(row["method"], row["profile"], row["tokens"]) for row in report.rows} == {
+        (method, profile, tokens)
+        for method in ("ours", "llep", "plain_ep")
+        for profile in ("balanced", "80/2")
+        for tokens in (96, 128)
+    }
+    for row in report.rows:
+        assert row["peak_bytes"] >= row["increment_bytes"] >= row["bounded_bytes"] > 0
+        assert row["seconds_max"] >= row["seconds"] >= row["seconds_min"] > 0
+        assert sum(row["routes_after"]) == sum(row["routes_before"]) == 8 * row["tokens"]
+
+
+def test_a_forward_run_has_no_gradients_resident():
+    words = ["--ranks", "1", "--tokens", "128", "--profile", "50/4", "--backward", "false"]
+    report = run_bench("dispatch", [*words, *SIZES], start=CHECKOUT)
+    weights, token = 8 * 3 * 32 * 16 * 4, (3 * 32 * 4) + 4 * (8 + 4)
+    assert report.exact
+    assert {row["resident_bytes"] for row in report.rows} == {weights + 128 * token}
+
+
+def _metered(rank: int, case: Case, method: str) -> tuple[int, int, int]:
+    work = make_work(case, rank, group=dist.group.WORLD)
+    metered = meter(METHODS[method], work)
+    return metered.resident_bytes, metered.increment_bytes, metered.sent_bytes
+
+
+ROW = CASE.hidden * 4
+EXPERT = 3 * CASE.hidden * CASE.intermediate * 4
+
+
+@pytest.mark.parametrize(
+    ("profile", "landed", "largest"), [("balanced", 256, 16), ("100/1", 512, 512)]
+)
+def test_plain_expert_parallelism_peaks_at_three_sets_of_routes(
+    profile: str, landed: int, largest: int
+):
+    case = replace(CASE, profile=profile)
+    [(resident, increment, _), _] = run_ranks(2, _metered, case, "plain_ep")
+    tokens, routes = case.tokens, case.tokens * case.top_k
+    assert resident == 4 * tokens * ROW + routes * (8 + 4 + 4) + 16 * EXPERT * 2
+    # Rows, the gradients of their outputs and their own, while those of the tokens do not exist yet;
+    # each route's token and its way back to its source.
+    rows = 3 * landed * ROW - tokens * ROW + 8 * (routes + landed)
+    # One expert's projections and their gradients, of width I: at most ten.
+    assert rows <= increment <= rows + 10 * largest * case.intermediate * 4
+
+
+def test_moved_experts_and_their_gradients_count_in_full():
+    case = replace(CASE, profile="100/1", tokens=1)
+    # Eight routes to one expert of rank 0, half of which move.
+    [_, (resident, increment, sent)] = run_ranks(2, _metered, case, "llep")
+    assert increment > 2 * EXPERT - ROW
+    assert sent == EXPERT
+
+
+def test_only_bytes_for_the_other_rank_count_as_sent():
+    plain, ours = (
+        [sent for _, _, sent in run_ranks(2, _metered, CASE, method)]
+        for method in ("plain_ep", "ours")
+    )
+    # Half of all routes leave; they go out and back, forward and backward.
+    assert plain == [4 * 128 * ROW] * 2
+    # One row a token: the four experts of most are on one rank.
+    assert all(0 < sent < plain[0] / 2 for sent in ours)
+
+
+def alter(value: torch.Tensor, by: float) -> torch.Tensor:
+    changed = value.clone()
+    changed.view(-1)[0] += by
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("by", "expected"),
+    [(0.0, lambda e: e < 1e-6), (0.01, lambda e: e > 1e-4), (torch.nan, lambda e: e == torch.inf)],
+    ids=["right", "wrong", "not a number"],
+)
+def test_one_wrong_entry_of_any_result_shows_as_error(by: float, expected: Callable[[float], bool]):
+    work = make_work(replace(CASE, ranks=1), 0, group=None)
+    wanted, scales = dense_results(work, 0)
+    results = run_pass(METHODS["plain_ep"], work)
+    assert results.keys() == {"output", "hidden", "weights", "gate_up_proj", "down_proj"}
+    for name, value in results.items():
+        assert expected(error(results | {name: alter(value, by)}, wanted, scales)), name
