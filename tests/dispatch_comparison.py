@@ -28,7 +28,7 @@ from moe_families import PlainExperts, profile
 BALANCED = "balanced"
 NAMES = ("gate_up_proj", "down_proj")
 # Dense rows are computed a block at a time, so that the reference itself fits.
-DENSE_BLOCK = 1024
+DENSE_BLOCK = {"cpu": 1024, "cuda": 16384}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +186,7 @@ METHODS: dict[str, Method] = {
     "ours": ours,
     "llep": partial(_expert_parallel, least_loaded),
     "plain_ep": partial(_expert_parallel, lambda case: plan_native),
+    "dense": dense,
 }
 
 
@@ -221,12 +222,14 @@ class Metered:
 
 
 def meter(method: Method, work: Work) -> Metered:
+    if work.hidden.is_cuda:
+        run_pass(method, work)  # what libraries allocate for good is no part of a peak
     given = sum(tensor.nbytes for tensor in work.inputs)
     memory, sent = PeakMeter(device=work.hidden.device), SentBytes(work.group)
     with memory, sent, waits_settled():
         for tensor in work.inputs:
             memory.track(tensor, "given")
-        # On a GPU the allocator also holds what libraries keep; none of it is a method's.
+        # The allocator of a device also holds the dense results, and what libraries keep.
         before = memory.live()[TOTAL] - given
         memory.reset_peaks()
         results = run_pass(method, work)
@@ -295,23 +298,34 @@ def freed_memory_kept() -> Iterator[None]:
 
 
 def clock(method: Method, work: Work) -> tuple[float, float]:
-    """Wall and CPU seconds of one pass on this rank, from a barrier."""
+    """Wall and CPU seconds of one pass on this rank, from a barrier; wall is the device's."""
     if work.group is not None:
         dist.barrier(work.group)
-    cpu, wall = time.process_time(), time.perf_counter()
-    run_pass(method, work)
-    return time.perf_counter() - wall, time.process_time() - cpu
+    cpu = time.process_time()
+    if work.hidden.is_cuda:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run_pass(method, work)
+        end.record()
+        end.synchronize()
+        wall = begin.elapsed_time(end) / 1000
+    else:
+        start = time.perf_counter()
+        run_pass(method, work)
+        wall = time.perf_counter() - start
+    return wall, time.process_time() - cpu
 
 
-def dense_results(work: Work, rank: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+def dense_results(work: Work) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Dense results of this rank's tokens and of its experts' weights, and the largest entry of
-    each. Every rank computes its own tokens with all experts; weight gradients are summed."""
+    each on any rank. Every rank computes its own tokens with all experts. Collective."""
     case, wide = work.case, torch.promote_types(work.case.dtype, torch.float32)
     every = make_experts(case, slice(None)).to(work.hidden.device, case.dtype).to(wide)
     totals = {name: torch.zeros_like(getattr(every, name)) for name in NAMES}
     found: dict[str, list[Tensor]] = {"output": [], "hidden": [], "weights": []}
-    for block in range(0, max(1, case.tokens), DENSE_BLOCK):
-        rows = slice(block, block + DENSE_BLOCK)
+    size = DENSE_BLOCK[work.hidden.device.type]
+    for start in range(0, max(1, case.tokens), size):
+        rows = slice(start, start + size)
         tokens = [t[rows].to(wide) for t in (work.hidden, work.weights, work.upstream)]
         part_of = Work(case, every, tokens[0], work.ids[rows], tokens[1], tokens[2], None)
         results = run_pass(dense, part_of)
@@ -319,20 +333,32 @@ def dense_results(work: Work, rank: int) -> tuple[dict[str, Tensor], dict[str, f
             totals[name].add_(value) if name in NAMES else found[name].append(value)
     results = {name: torch.cat(values) for name, values in found.items() if values}
     if case.backward:
-        results |= totals
+        owned = [part(case.experts, case.ranks, each) for each in range(case.ranks)]
+        sizes = [stop - start for start, stop in owned]
+        results |= {n: _sum_to_owner(total, sizes, work.group) for n, total in totals.items()}
+    scales = torch.stack(
+        [v.abs().max() if v.numel() else v.new_zeros(()) for v in results.values()]
+    )
     if work.group is not None:
-        for name in NAMES:
-            dist.all_reduce(totals[name], group=work.group)
-    scales = {name: value.abs().max().item() for name, value in results.items() if value.numel()}
-    owned = slice(*part(case.experts, case.ranks, rank))
-    return {n: v[owned] if n in NAMES else v for n, v in results.items()}, scales
+        dist.all_reduce(scales, dist.ReduceOp.MAX, work.group)
+    return results, dict(zip(results, scales.tolist(), strict=True))
+
+
+def _sum_to_owner(total: Tensor, sizes: list[int], group: Group) -> Tensor:
+    """Each rank's part of dimension 0, of the given sizes, summed over the ranks."""
+    if group is None:
+        return total
+    mine = sizes[group.rank()]
+    parts = total.new_empty((group.size() * mine, *total.shape[1:]))
+    dist.all_to_all_single(parts, total, [mine] * group.size(), sizes, group=group)
+    return parts.view(group.size(), mine, *total.shape[1:]).sum(0)
 
 
 def error(results: dict[str, Tensor], wanted: dict[str, Tensor], scales: dict[str, float]) -> float:
     """The largest deviation of any result, relative to the largest entry of the dense one."""
     assert results.keys() == wanted.keys(), f"{results.keys()} are not {wanted.keys()}"
     errors = [
-        (results[name] - value).abs().max().nan_to_num(nan=torch.inf).item() / scales[name]
+        (results[name] - value).abs().max().nan_to_num(nan=torch.inf).item() / (scales[name] or 1.0)
         for name, value in wanted.items()
         if value.numel()
     ]

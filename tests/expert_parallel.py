@@ -4,9 +4,11 @@ Routes are permuted by destination, exchanged, sorted by local expert, computed 
 an expert, and go the same way back; a batched product sums them by their route weights. The plan is
 a parameter: `plan_native` gives plain expert parallelism, `plan_least_loaded` gives LLEP.
 
-What bounded memory cannot be credited for is done here too: ordinary autograd frees each buffer as
-soon as its last reader is done, experts keep only their sorted input and recompute the up
-projection, weight gradients accumulate in place in fp32, and no result is copied twice.
+What bounded memory cannot be credited for is done here too: experts keep only their sorted input
+and recompute the up projection, one expert's activations are alive at a time, weight gradients
+accumulate in place in fp32, foreign weights stay from forward to backward, and autograd frees each
+buffer when its last reader is done. What remains at the peak, in the experts' backward pass, is
+three sets of routes: the rows, the gradients of their outputs, and their own.
 
 Shapes: N tokens, k routes a token, H hidden width, M routes that land on this rank.
 """

@@ -8,6 +8,7 @@ to h hot experts.
 
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -50,6 +51,7 @@ DEFAULTS = {
 }
 TOLERANCES = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 3e-2}
 SMALL = 128
+COMPARED = ("ours", "llep", "plain_ep")
 
 
 def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
@@ -69,6 +71,7 @@ def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
 def make_case(config: dict, ranks: int, profile: str, tokens: int) -> Case:
     if config["dtype"] not in TOLERANCES:
         raise InputError(f"--dtype {config['dtype']}: there are {', '.join(TOLERANCES)}")
+    check_profile(profile, config["experts"])
     return Case(
         ranks=ranks,
         profile=profile,
@@ -76,6 +79,18 @@ def make_case(config: dict, ranks: int, profile: str, tokens: int) -> Case:
         dtype=getattr(torch, config["dtype"]),
         options=dispatch_options(config),
         **{k: config[k] for k in ("hidden", "intermediate", "experts", "top_k", "backward")},
+    )
+
+
+def check_profile(profile: str, experts: int) -> None:
+    percent, _, hot = profile.partition("/")
+    if profile == BALANCED or (
+        percent.isdecimal() and hot.isdecimal() and int(percent) <= 100 and 0 < int(hot) < experts
+    ):
+        return
+    raise InputError(
+        f"--profile {profile}: should be {BALANCED}, or r/h, r percent of the tokens to h of the "
+        f"{experts} experts, like 80/16"
     )
 
 
@@ -96,7 +111,7 @@ def measure(case: Case, repeats: int) -> list[dict]:
     timed = run_ranks(case.ranks, timed_rank, case, repeats)
     return [
         row(case, name, [rank[name] for rank in metered], [rank[name] for rank in timed])
-        for name in METHODS
+        for name in COMPARED
     ]
 
 
@@ -131,9 +146,9 @@ def bounded(figures: Figures) -> int:
 
 def metered_rank(rank: int, case: Case) -> dict[str, Figures]:
     work = make_work(case, rank, group=_group(case))
-    wanted, scales = dense_results(work, rank)
+    wanted, scales = dense_results(work)
     found = {}
-    for name in METHODS:
+    for name in COMPARED:
         figures, results = metered_method(name, work, rank)
         found[name] = replace(figures, error=error(results, wanted, scales))
     return found
@@ -183,14 +198,17 @@ def expert_bytes(case: Case) -> int:
 
 
 def timed_rank(rank: int, case: Case, repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """Wall and CPU seconds of each repeat, the methods taking turns, after one turn to warm up."""
     work = make_work(case, rank, group=_group(case))
-    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in METHODS}
     with freed_memory_kept():
-        for _ in range(1 + repeats):
-            for name, method in METHODS.items():
-                turns[name].append(clock(method, work))
-    return {name: taken[1:] for name, taken in turns.items()}
+        return take_turns(COMPARED, work, repeats)
+
+
+def take_turns(
+    names: Sequence[str], work: Work, repeats: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Wall and CPU seconds of each repeat of each method, after one turn to warm up."""
+    turns = [{name: clock(METHODS[name], work) for name in names} for _ in range(1 + repeats)]
+    return {name: [turn[name] for turn in turns[1:]] for name in names}
 
 
 def _group(case: Case) -> dist.ProcessGroup | None:
@@ -220,11 +238,11 @@ def row(
         "seconds_min": min(walls),
         "seconds_max": max(walls),
         "cpu_seconds": busiest,
-        "sent": max(sent) * len(sent) / sum(sent) if sum(sent) else None,
-        "routes_before": ranks[0].routes_before,
-        "routes_after": ranks[0].routes_after,
+        "send_ratio": max(sent) * len(sent) / sum(sent) if sum(sent) else None,
         "chunks": ranks[0].chunks,
         "error": max(figures.error for figures in ranks),
+        "routes_before": ranks[0].routes_before,
+        "routes_after": ranks[0].routes_after,
     }
 
 

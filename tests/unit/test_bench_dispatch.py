@@ -1,5 +1,9 @@
 """The dispatch bench: what it reports, and that its figures are those of the methods' design."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +15,19 @@ import torch.distributed as dist
 from dispatch_comparison import METHODS, Case, dense_results, error, make_work, meter, run_pass
 from flatpeak.controller.bench import run_bench
 from flatpeak.workers.dispatch import DispatchOptions
+from flatpeak.workers.errors import InputError
 from ranks import run_ranks
 
 CHECKOUT = Path(__file__).parents[2]
-SIZES = "--hidden 32 --intermediate 16 --experts 8 --top-k 4 --chunk 32 --repeats 1".split()
+SMALL = {
+    "hidden": 32,
+    "intermediate": 16,
+    "experts": 8,
+    "top-k": 4,
+    "chunk": 32,
+    "repeats": 1,
+}
+SIZES = [f"--{key}={value}" for key, value in SMALL.items()]
 
 CASE = Case(
     ranks=2,
@@ -57,6 +70,37 @@ def test_a_forward_run_has_no_gradients_resident():
     assert {row["resident_bytes"] for row in report.rows} == {weights + 128 * token}
 
 
+@pytest.mark.parametrize("profile", ["80", "80/0", "101/4", "30/8", "-1/4", "skewed"])
+def test_a_profile_that_no_layer_has_is_refused(profile: str):
+    with pytest.raises(InputError, match=f"--profile {profile}: should be balanced, or r/h"):
+        run_bench("dispatch", [f"--profile={profile}", *SIZES], start=CHECKOUT)
+
+
+DEVICE_CHECK = """
+import runpy, sys
+path, *sys.argv[1:] = sys.argv[1:]
+try:
+    runpy.run_path(path, run_name="__main__")
+finally:
+    assert "ray" not in sys.modules
+"""
+
+
+def test_the_device_check_runs_without_a_device_and_without_ray():
+    roots = [str(CHECKOUT / folder) for folder in ("controller", "workers", "kernels")]
+    path = str(CHECKOUT / "tests" / "gpu" / "dispatch.py")
+    done = subprocess.run(
+        [sys.executable, "-c", DEVICE_CHECK, path, "--json", "--tokens=64", "--profile=50/4"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(roots), "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    report = json.loads(done.stdout)
+    assert report["exact"]
+    assert [row["method"] for row in report["rows"]] == ["ours", "llep", "plain_ep", "dense"]
+    assert all(ratio > 0 for ratio in report["ratios"].values())
+
+
 def _metered(rank: int, case: Case, method: str) -> tuple[int, int, int]:
     work = make_work(case, rank, group=dist.group.WORLD)
     metered = meter(METHODS[method], work)
@@ -77,8 +121,8 @@ def test_plain_expert_parallelism_peaks_at_three_sets_of_routes(
     [(resident, increment, _), _] = run_ranks(2, _metered, case, "plain_ep")
     tokens, routes = case.tokens, case.tokens * case.top_k
     assert resident == 4 * tokens * ROW + routes * (8 + 4 + 4) + 16 * EXPERT * 2
-    # Rows, the gradients of their outputs and their own, while those of the tokens do not exist yet;
-    # each route's token and its way back to its source.
+    # Rows, the gradients of their outputs, and their own, before those of the tokens exist; each
+    # route's token, and its way back to its source.
     rows = 3 * landed * ROW - tokens * ROW + 8 * (routes + landed)
     # One expert's projections and their gradients, of width I: at most ten.
     assert rows <= increment <= rows + 10 * largest * case.intermediate * 4
@@ -87,7 +131,7 @@ def test_plain_expert_parallelism_peaks_at_three_sets_of_routes(
 def test_moved_experts_and_their_gradients_count_in_full():
     case = replace(CASE, profile="100/1", tokens=1)
     # Eight routes to one expert of rank 0, half of which move.
-    [_, (resident, increment, sent)] = run_ranks(2, _metered, case, "llep")
+    [_, (_, increment, sent)] = run_ranks(2, _metered, case, "llep")
     assert increment > 2 * EXPERT - ROW
     assert sent == EXPERT
 
@@ -116,7 +160,7 @@ def alter(value: torch.Tensor, by: float) -> torch.Tensor:
 )
 def test_one_wrong_entry_of_any_result_shows_as_error(by: float, expected: Callable[[float], bool]):
     work = make_work(replace(CASE, ranks=1), 0, group=None)
-    wanted, scales = dense_results(work, 0)
+    wanted, scales = dense_results(work)
     results = run_pass(METHODS["plain_ep"], work)
     assert results.keys() == {"output", "hidden", "weights", "gate_up_proj", "down_proj"}
     for name, value in results.items():
