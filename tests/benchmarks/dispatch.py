@@ -16,19 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dispatch_comparison import (
-    BALANCED,
-    METHODS,
-    Case,
-    Work,
-    clock,
-    dense_results,
-    error,
-    freed_memory_kept,
-    least_loaded,
-    make_work,
-    meter,
-)
+from dispatch_measures import clock, dense_results, error, freed_memory_kept, meter
+from dispatch_methods import BALANCED, METHODS, Case, Work, least_loaded, make_work
 from flatpeak.workers.dispatch import DispatchOptions, DispatchPlan, make_routing
 from flatpeak.workers.dispatch.assignment import plan_native
 from flatpeak.workers.errors import InputError
@@ -55,15 +44,17 @@ COMPARED = ("ours", "llep", "plain_ep")
 
 
 def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
+    sizes = dict.fromkeys((config["tokens"], SMALL))
+    wanted = product(config["ranks"], config["profile"], sizes)
+    # All cases are made, and so checked, before the first is measured.
+    cases = [make_case(config, *where) for where in wanted]
     rows = []
-    for ranks, profile in product(config["ranks"], config["profile"]):
-        for tokens in dict.fromkeys((config["tokens"], SMALL)):
-            case = make_case(config, ranks, profile, tokens)
-            found = measure(case, config["repeats"])
-            if tokens == config["tokens"]:
-                found[0]["growth"] = growth(case, found[0])
-            rows += found
-            print("\n".join(map(progress, found)), flush=True)
+    for case in cases:
+        found = measure(case, config["repeats"])
+        if case.tokens == config["tokens"]:
+            found[0]["growth"] = growth(case, found[0])
+        rows += found
+        print("\n".join(map(progress, found)), flush=True)
     exact = all(row["error"] <= TOLERANCES[config["dtype"]] for row in rows)
     return exact, rows, ratios(rows, config["tokens"])
 
