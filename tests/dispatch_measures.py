@@ -94,7 +94,7 @@ def freed_memory_kept() -> Iterator[None]:
     """Let glibc keep freed memory for the next tensor, as a device's caching allocator does.
 
     Left alone it returns large buffers to the system at once, and every new one then costs a page
-    fault each 4 KiB: on layer-sized buffers half of a method's time, and no part of the method.
+    fault each 4 KiB: a third of LLEP's processor time, and no part of the method.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # another C library
