@@ -122,6 +122,25 @@ def test_options_take_the_type_of_their_default():
     assert isinstance(values["scale"], float)
 
 
+def test_an_option_with_several_values_takes_commas_and_repetition():
+    defaults = {"ranks": (2, 4), "profile": ("balanced",)}
+    words = ["--ranks", "2,4", "--profile", "80/16", "--ranks=8", "--profile", "balanced"]
+    assert parse_options(words, defaults) == {
+        "ranks": (2, 4, 8),
+        "profile": ("80/16", "balanced"),
+    }
+    with pytest.raises(InputError, match=r"--ranks x: should be a whole number, like 2"):
+        parse_options(["--ranks", "2,x"], defaults)
+    with pytest.raises(InputError, match=r"--ranks needs a value, like --ranks 2"):
+        parse_options(["--ranks"], defaults)
+
+
+def test_a_switch_needs_no_value():
+    assert parse_options(["--bias"], DEFAULTS) == {"bias": True}
+    assert parse_options(["--bias", "--world", "4"], DEFAULTS) == {"bias": True, "world": 4}
+    assert parse_options(["--bias", "false"], DEFAULTS) == {"bias": False}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

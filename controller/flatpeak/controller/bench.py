@@ -2,11 +2,12 @@
 
 A bench is a module `tests/benchmarks/NAME.py` with
 
-    DEFAULTS: dict[str, int | float | str | bool]
+    DEFAULTS: dict[str, int | float | str | bool | tuple]
     def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]
 
 which measures both sides in one process and returns whether they agreed, the rows, and the ratios.
-The frame parses options against DEFAULTS, adds the versions, and withholds the ratios where the
+The frame parses options against DEFAULTS, where a tuple stands for an option that may be repeated
+and takes values with commas between them, adds the versions, and withholds the ratios where the
 results were not exact: a wrong answer has no speed.
 """
 
@@ -16,6 +17,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -27,7 +29,8 @@ from typing import Any
 from flatpeak.workers.errors import InputError
 
 BENCHES = Path("tests") / "benchmarks"
-Value = int | float | str | bool
+Scalar = int | float | str | bool
+Value = Scalar | tuple[Scalar, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +103,15 @@ def load_bench(root: Path, name: str) -> ModuleType:
 
 
 def parse_options(options: Sequence[str], defaults: dict[str, Value]) -> dict[str, Value]:
-    """`--key value` and `--key=value` words, typed as the default of the same name."""
+    """`--key value` and `--key=value` words, typed as the default of the same name.
+
+    A switch needs no value: `--key` alone is true. Each use of an option whose default is a tuple
+    adds its values, typed as the tuple's first.
+    """
     values: dict[str, Value] = {}
-    words = iter(options)
-    for word in words:
+    words = deque(options)
+    while words:
+        word = words.popleft()
         if not word.startswith("--"):
             raise InputError(f"{word!r} is no option; options are {_flags(defaults)}")
         flag, equals, text = word.partition("=")
@@ -112,15 +120,29 @@ def parse_options(options: Sequence[str], defaults: dict[str, Value]) -> dict[st
             near = difflib.get_close_matches(key, defaults, n=1, cutoff=0.0)
             hint = f"the nearest is --{near[0]} of " if near else "there are "
             raise InputError(f"no option {flag}; {hint}{_flags(defaults)}")
+        default = defaults[key]
         if not equals:
-            text = next(words, None)
-            if text is None:
-                raise InputError(f"{flag} needs a value, like {flag} {defaults[key]}")
-        values[key] = _typed(flag, text, defaults[key])
+            text = _next_value(flag, words, default)
+        if isinstance(default, tuple):
+            given = tuple(_typed(flag, part, default[0]) for part in text.split(","))
+            earlier = values.get(key, ())
+            assert isinstance(earlier, tuple), f"{key} is {earlier!r}"
+            values[key] = earlier + given
+        else:
+            values[key] = _typed(flag, text, default)
     return values
 
 
-def _typed(flag: str, text: str, default: Value) -> Value:
+def _next_value(flag: str, words: deque[str], default: Value) -> str:
+    if isinstance(default, bool) and (not words or words[0].startswith("--")):
+        return "true"
+    if not words:
+        example = default[0] if isinstance(default, tuple) else default
+        raise InputError(f"{flag} needs a value, like {flag} {example}")
+    return words.popleft()
+
+
+def _typed(flag: str, text: str, default: Scalar) -> Scalar:
     if isinstance(default, bool):
         if text not in ("true", "false"):
             raise InputError(f"{flag} {text}: should be true or false")

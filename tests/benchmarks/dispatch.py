@@ -1,0 +1,279 @@
+"""Expert dispatch beside LLEP and plain expert parallelism: bytes, seconds, balance, error.
+
+All methods get the same tokens, routes and weights, in the same processes. Memory and error come
+from a pass of their own; for the clock the methods then take turns. Every output and gradient is
+compared with dense ones. `tokens` are on each rank; a profile `r/h` sends r percent of the tokens
+to h hot experts.
+"""
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dispatch_measures import clock, dense_results, error, freed_memory_kept, meter
+from dispatch_methods import BALANCED, METHODS, Case, Work, least_loaded, make_work
+from flatpeak.workers.dispatch import DispatchOptions, DispatchPlan, make_routing
+from flatpeak.workers.dispatch.assignment import plan_native
+from flatpeak.workers.errors import InputError
+from ranks import run_ranks
+
+DEFAULTS = {
+    "profile": (BALANCED, "30/16", "50/16", "80/16", "95/16", "30/4", "50/4"),
+    "tokens": 256,
+    "ranks": (2, 4, 8),
+    "chunk": 64,  # tokens of a rank on their way at once; 0 takes the layer at once
+    "receive_rows": 0,  # 0 sets no cap
+    "max_foreign": 2,
+    "backward": True,
+    "hidden": 448,
+    "intermediate": 128,
+    "experts": 128,
+    "top_k": 8,
+    "dtype": "float32",
+    "repeats": 3,
+}
+TOLERANCES = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 3e-2}
+SMALL = 128
+COMPARED = ("ours", "llep", "plain_ep")
+
+
+def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
+    sizes = dict.fromkeys((config["tokens"], SMALL))
+    wanted = product(config["ranks"], config["profile"], sizes)
+    # All cases are made, and so checked, before the first is measured.
+    cases = [make_case(config, *where) for where in wanted]
+    rows = []
+    for case in cases:
+        found = measure(case, config["repeats"])
+        if case.tokens == config["tokens"]:
+            found[0]["growth"] = growth(case, found[0])
+        rows += found
+        print("\n".join(map(progress, found)), flush=True)
+    exact = all(row["error"] <= TOLERANCES[config["dtype"]] for row in rows)
+    return exact, rows, ratios(rows, config["tokens"])
+
+
+def make_case(config: dict, ranks: int, profile: str, tokens: int) -> Case:
+    if config["dtype"] not in TOLERANCES:
+        raise InputError(f"--dtype {config['dtype']}: there are {', '.join(TOLERANCES)}")
+    check_profile(profile, config["experts"])
+    return Case(
+        ranks=ranks,
+        profile=profile,
+        tokens=tokens,
+        dtype=getattr(torch, config["dtype"]),
+        options=dispatch_options(config),
+        **{k: config[k] for k in ("hidden", "intermediate", "experts", "top_k", "backward")},
+    )
+
+
+def check_profile(profile: str, experts: int) -> None:
+    percent, _, hot = profile.partition("/")
+    if profile == BALANCED or (
+        percent.isdecimal() and hot.isdecimal() and int(percent) <= 100 and 0 < int(hot) < experts
+    ):
+        return
+    raise InputError(
+        f"--profile {profile}: should be {BALANCED}, or r/h, r percent of the tokens to h of the "
+        f"{experts} experts, like 80/16"
+    )
+
+
+def dispatch_options(config: dict) -> DispatchOptions:
+    # The most chunks that twice the tokens need, so that growth is measured at one chunk size.
+    most = -(-2 * max(config["tokens"], SMALL) // max(1, config["chunk"]))
+    return DispatchOptions(
+        tokens_per_chunk=config["chunk"] or None,
+        max_chunks=max(DispatchOptions.max_chunks, most),
+        receive_rows=config["receive_rows"] or None,
+        max_foreign_experts=config["max_foreign"],
+    )
+
+
+def measure(case: Case, repeats: int) -> list[dict]:
+    """One row a method."""
+    metered = run_ranks(case.ranks, metered_rank, case)
+    timed = run_ranks(case.ranks, timed_rank, case, repeats)
+    return [
+        row(case, name, [rank[name] for rank in metered], [rank[name] for rank in timed])
+        for name in COMPARED
+    ]
+
+
+def growth(case: Case, ours: dict) -> float:
+    """The factor that twice the tokens at one chunk size put on our increment, foreigners apart."""
+    twice = run_ranks(case.ranks, doubled_rank, replace(case, tokens=2 * case.tokens))
+    return max(map(bounded, twice)) / ours["bounded_bytes"]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one method took on one rank."""
+
+    resident_bytes: int
+    peak_bytes: int
+    foreign_bytes: int
+    sent_bytes: int
+    routes_before: tuple[int, ...]
+    routes_after: tuple[int, ...]
+    chunks: int
+    error: float
+
+    @property
+    def increment_bytes(self) -> int:
+        return self.peak_bytes - self.resident_bytes
+
+
+def bounded(figures: Figures) -> int:
+    """What the chunk bounds: the increment less the foreign experts, which the plan bounds."""
+    return figures.increment_bytes - figures.foreign_bytes
+
+
+def metered_rank(rank: int, case: Case) -> dict[str, Figures]:
+    work = make_work(case, rank, group=_group(case))
+    wanted, scales = dense_results(work)
+    found = {}
+    for name in COMPARED:
+        figures, results = metered_method(name, work, rank)
+        found[name] = replace(figures, error=error(results, wanted, scales))
+    return found
+
+
+def doubled_rank(rank: int, case: Case) -> Figures:
+    return metered_method("ours", make_work(case, rank, group=_group(case)), rank)[0]
+
+
+def metered_method(name: str, work: Work, rank: int) -> tuple[Figures, dict[str, torch.Tensor]]:
+    native, plan, chunks = plans(name, work)
+    metered = meter(METHODS[name], work)
+    figures = Figures(
+        resident_bytes=metered.resident_bytes,
+        peak_bytes=metered.peak_bytes,
+        foreign_bytes=len(plan.foreign[rank]) * expert_bytes(work.case),
+        sent_bytes=metered.sent_bytes,
+        routes_before=native.loads,
+        routes_after=plan.loads,
+        chunks=chunks,
+        error=torch.nan,
+    )
+    return figures, metered.results
+
+
+def plans(name: str, work: Work) -> tuple[DispatchPlan, DispatchPlan, int]:
+    """The native plan, the method's own, and its number of chunks."""
+    case = work.case
+    if name == "ours":
+        routing = make_routing(
+            work.ids, experts=case.experts, group=work.group, options=case.options
+        )
+    # Every rank has the same ids.
+    counts = [torch.bincount(work.ids.flatten(), minlength=case.experts).tolist()] * case.ranks
+    native = plan_native(counts)
+    if name == "ours":
+        return native, routing.plan, len(routing.chunks)
+    return native, least_loaded(case)(counts) if name == "llep" else native, 1
+
+
+def expert_bytes(case: Case) -> int:
+    """Of one foreign expert: its weights and, in backward, their fp32 gradients."""
+    wide = torch.promote_types(case.dtype, torch.float32).itemsize
+    return (
+        3 * case.hidden * case.intermediate * (case.dtype.itemsize + (wide if case.backward else 0))
+    )
+
+
+def timed_rank(rank: int, case: Case, repeats: int) -> dict[str, list[tuple[float, float]]]:
+    work = make_work(case, rank, group=_group(case))
+    with freed_memory_kept():
+        return take_turns(COMPARED, work, repeats)
+
+
+def take_turns(
+    names: Sequence[str], work: Work, repeats: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Wall and CPU seconds of each repeat of each method, after one turn to warm up."""
+    turns = [{name: clock(METHODS[name], work) for name in names} for _ in range(1 + repeats)]
+    return {name: [turn[name] for turn in turns[1:]] for name in names}
+
+
+def _group(case: Case) -> dist.ProcessGroup | None:
+    return dist.group.WORLD if case.ranks > 1 else None
+
+
+def row(
+    case: Case, name: str, ranks: list[Figures], timed: list[list[tuple[float, float]]]
+) -> dict[str, Any]:
+    # A pass takes as long as its slowest rank.
+    walls = [max(wall for wall, _ in turn) for turn in zip(*timed, strict=True)]
+    busiest = max(statistics.median(cpu for _, cpu in turns) for turns in timed)
+    fullest = max(ranks, key=lambda figures: figures.increment_bytes)
+    sent = [figures.sent_bytes for figures in ranks]
+    return {
+        "method": name,
+        "ranks": case.ranks,
+        "profile": case.profile,
+        "tokens": case.tokens,
+        "resident_bytes": max(figures.resident_bytes for figures in ranks),
+        "peak_bytes": max(figures.peak_bytes for figures in ranks),
+        "increment_bytes": fullest.increment_bytes,
+        "foreign_bytes": fullest.foreign_bytes,
+        "bounded_bytes": max(map(bounded, ranks)),
+        "growth": None,
+        "seconds": statistics.median(walls),
+        "seconds_min": min(walls),
+        "seconds_max": max(walls),
+        "cpu_seconds": busiest,
+        "send_ratio": max(sent) * len(sent) / sum(sent) if sum(sent) else None,
+        "chunks": ranks[0].chunks,
+        "error": max(figures.error for figures in ranks),
+        "routes_before": ranks[0].routes_before,
+        "routes_after": ranks[0].routes_after,
+    }
+
+
+def ratios(rows: list[dict], tokens: int) -> dict[str, float | None]:
+    """The largest over the cases; None where no case was run."""
+    cells = {(r["method"], r["ranks"], r["profile"], r["tokens"]): r for r in rows}
+
+    def largest(figure: str, other: str, tokens: int, **where: Any) -> float | None:
+        found = [
+            mine[figure] / cells[(other, *case)][figure]
+            for (method, *case), mine in cells.items()
+            if method == "ours"
+            and mine["tokens"] == tokens
+            and all(accepts(mine[key]) for key, accepts in where.items())
+        ]
+        return max(found, default=None)
+
+    def skewed(profile: str) -> bool:
+        return profile != BALANCED
+
+    growths = [r["growth"] for r in rows if r["growth"] is not None and r["tokens"] == tokens]
+    return {
+        "increment_vs_llep_max": largest("increment_bytes", "llep", tokens),
+        "peak_vs_llep_ep8_max": largest("peak_bytes", "llep", tokens, ranks=lambda r: r == 8),
+        "increment_growth_on_doubling_n": max(growths, default=None),
+        "time_vs_llep_skewed_max": largest("seconds", "llep", tokens, profile=skewed),
+        "time_vs_plain_ep_skewed_max": largest("seconds", "plain_ep", tokens, profile=skewed),
+        "time_vs_llep_small": largest("seconds", "llep", SMALL),
+    }
+
+
+def progress(row: dict) -> str:
+    return (
+        f"{row['ranks']} ranks, {row['tokens']} tokens, {row['profile']}: {row['method']} took "
+        f"{row['increment_bytes'] / 2**20:.1f} MiB above {row['resident_bytes'] / 2**20:.1f}, "
+        f"{row['seconds']:.3f} s, error {row['error']:.1g}"
+    )
+
+
+if __name__ == "__main__":
+    from flatpeak.controller.cli import run_command
+
+    sys.exit(run_command(["bench", "dispatch", *sys.argv[1:]]))
