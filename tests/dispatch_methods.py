@@ -6,14 +6,14 @@ rank's expert weights in fp32.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
 
 from expert_parallel import Group, Planner, expert_parallel
-from flatpeak.workers.dispatch import DispatchOptions, moe_forward, plan_least_loaded
+from flatpeak.workers.dispatch import DispatchOptions, Routing, moe_forward, plan_least_loaded
 from flatpeak.workers.dispatch.assignment import Counts, DispatchPlan, plan_native
 from flatpeak.workers.partition import part
 from moe_families import PlainExperts, profile
@@ -55,6 +55,8 @@ class Work:
     weights: Tensor
     upstream: Tensor
     group: Group
+    routings: list[Routing] = field(default_factory=list)
+    """What our method agreed on, pass by pass."""
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -120,6 +122,7 @@ def ours(work: Work, hidden: Tensor, weights: Tensor, gradients: Gradients) -> T
         group=work.group,
         options=work.case.options,
         grad_sink=receive,
+        on_routing=work.routings.append,
     )
 
 

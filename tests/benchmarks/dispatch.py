@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import ceil
 from typing import Any
 
 import torch
@@ -18,18 +19,19 @@ import torch.distributed as dist
 
 from dispatch_measures import clock, dense_results, error, freed_memory_kept, meter
 from dispatch_methods import BALANCED, METHODS, Case, Work, least_loaded, make_work
-from flatpeak.workers.dispatch import DispatchOptions, DispatchPlan, make_routing
+from flatpeak.workers.dispatch import DispatchOptions, DispatchPlan
 from flatpeak.workers.dispatch.assignment import plan_native
 from flatpeak.workers.errors import InputError
 from ranks import run_ranks
 
 DEFAULTS = {
     "profile": (BALANCED, "30/16", "50/16", "80/16", "95/16", "30/4", "50/4"),
-    "tokens": 256,
-    "ranks": (2, 4, 8),
-    "chunk": 64,  # tokens of a rank on their way at once; 0 takes the layer at once
+    "tokens": 2048,
+    "ranks": (2,),
+    "budget_share": 0.1,  # of LLEP's increment at `tokens`, for our method; 0 sets no budget
+    "chunk": 0,  # tokens of a rank on their way at once; 0 leaves it to the budget
     "receive_rows": 0,  # 0 sets no cap
-    "max_foreign": 2,
+    "max_foreign": 4,
     "backward": True,
     "hidden": 448,
     "intermediate": 128,
@@ -44,15 +46,16 @@ COMPARED = ("ours", "llep", "plain_ep")
 
 
 def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
-    sizes = dict.fromkeys((config["tokens"], SMALL))
-    wanted = product(config["ranks"], config["profile"], sizes)
     # All cases are made, and so checked, before the first is measured.
-    cases = [make_case(config, *where) for where in wanted]
+    wanted = product(config["ranks"], config["profile"])
+    cases = [make_case(config, *where, config["tokens"]) for where in wanted]
     rows = []
     for case in cases:
+        case = with_budget(case, config["budget_share"])
         found = measure(case, config["repeats"])
-        if case.tokens == config["tokens"]:
-            found[0]["growth"] = growth(case, found[0])
+        found[0]["growth"] = growth(case, found[0])
+        if config["tokens"] != SMALL:
+            found += measure(replace(case, tokens=SMALL), config["repeats"])
         rows += found
         print("\n".join(map(progress, found)), flush=True)
     exact = all(row["error"] <= TOLERANCES[config["dtype"]] for row in rows)
@@ -86,14 +89,20 @@ def check_profile(profile: str, experts: int) -> None:
 
 
 def dispatch_options(config: dict) -> DispatchOptions:
-    # The most chunks that twice the tokens need, so that growth is measured at one chunk size.
-    most = -(-2 * max(config["tokens"], SMALL) // max(1, config["chunk"]))
     return DispatchOptions(
         tokens_per_chunk=config["chunk"] or None,
-        max_chunks=max(DispatchOptions.max_chunks, most),
         receive_rows=config["receive_rows"] or None,
         max_foreign_experts=config["max_foreign"],
     )
+
+
+def with_budget(case: Case, share: float) -> Case:
+    """The case with a budget for our method, in its options: a share of LLEP's increment."""
+    if not share:
+        return case
+    llep = run_ranks(case.ranks, metered_alone, case, "llep")
+    budget = int(share * max(figures.increment_bytes for figures in llep))
+    return replace(case, options=replace(case.options, budget_bytes=budget))
 
 
 def measure(case: Case, repeats: int) -> list[dict]:
@@ -108,7 +117,12 @@ def measure(case: Case, repeats: int) -> list[dict]:
 
 def growth(case: Case, ours: dict) -> float:
     """The factor that twice the tokens at one chunk size put on our increment, foreigners apart."""
-    twice = run_ranks(case.ranks, doubled_rank, replace(case, tokens=2 * case.tokens))
+    chunk = ceil(case.tokens / ours["chunks"])
+    options = replace(
+        case.options, budget_bytes=None, tokens_per_chunk=chunk, max_chunks=2 * case.tokens
+    )
+    doubled = replace(case, tokens=2 * case.tokens, options=options)
+    twice = run_ranks(case.ranks, metered_alone, doubled, "ours")
     return max(map(bounded, twice)) / ours["bounded_bytes"]
 
 
@@ -145,13 +159,13 @@ def metered_rank(rank: int, case: Case) -> dict[str, Figures]:
     return found
 
 
-def doubled_rank(rank: int, case: Case) -> Figures:
-    return metered_method("ours", make_work(case, rank, group=_group(case)), rank)[0]
+def metered_alone(rank: int, case: Case, name: str) -> Figures:
+    return metered_method(name, make_work(case, rank, group=_group(case)), rank)[0]
 
 
 def metered_method(name: str, work: Work, rank: int) -> tuple[Figures, dict[str, torch.Tensor]]:
-    native, plan, chunks = plans(name, work)
     metered = meter(METHODS[name], work)
+    native, plan, chunks = plans(name, work)
     figures = Figures(
         resident_bytes=metered.resident_bytes,
         peak_bytes=metered.peak_bytes,
@@ -168,15 +182,11 @@ def metered_method(name: str, work: Work, rank: int) -> tuple[Figures, dict[str,
 def plans(name: str, work: Work) -> tuple[DispatchPlan, DispatchPlan, int]:
     """The native plan, the method's own, and its number of chunks."""
     case = work.case
-    if name == "ours":
-        routing = make_routing(
-            work.ids, experts=case.experts, group=work.group, options=case.options
-        )
     # Every rank has the same ids.
     counts = [torch.bincount(work.ids.flatten(), minlength=case.experts).tolist()] * case.ranks
     native = plan_native(counts)
     if name == "ours":
-        return native, routing.plan, len(routing.chunks)
+        return native, work.routings[-1].plan, len(work.routings[-1].chunks)
     return native, least_loaded(case)(counts) if name == "llep" else native, 1
 
 

@@ -25,7 +25,7 @@ class DispatchOptions:
     """Fewest routes worth the move of an expert's weights."""
     balance_above: float = 1.3
     """Weights move only when the busiest rank has more than this multiple of the mean."""
-    max_foreign_experts: int = 2
+    max_foreign_experts: int = 4
     """Experts of other ranks that one rank holds at once; 0 never moves weights."""
 
     def __post_init__(self) -> None:
