@@ -6,7 +6,7 @@ all ranks cut alike.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
@@ -35,6 +35,8 @@ class Extent:
     layer_tokens: int
     foreign: int
     """Foreign experts."""
+    most_foreign: int
+    """Those of the rank with most of them."""
 
 
 Footprint = Callable[[Extent], int]
@@ -134,6 +136,7 @@ def _extents(
             chunks=cut.chunks,
             layer_tokens=tokens[rank],
             foreign=len(plan.foreign[rank]),
+            most_foreign=max(map(len, plan.foreign)),
         )
         for rank in range(ranks)
     ]
@@ -145,12 +148,11 @@ def _estimate(extent: Extent, steps: int, finer: int) -> Extent:
     def scaled(size: int) -> int:
         return ceil(size * _UNEVENNESS * steps / finer)
 
-    return Extent(
+    return replace(
+        extent,
         tokens=ceil(extent.layer_tokens / finer),
         sent=scaled(extent.sent),
         received=scaled(extent.received),
         computed=scaled(extent.computed),
         chunks=finer,
-        layer_tokens=extent.layer_tokens,
-        foreign=extent.foreign,
     )

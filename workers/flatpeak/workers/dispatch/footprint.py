@@ -74,11 +74,11 @@ def dispatch_bytes(sizes: LayerSizes, extent: Extent) -> int:
     gradient = sizes.expert_parameters * accurate(sizes.held_dtype).itemsize
     weights = sizes.expert_parameters * sizes.dtype.itemsize
     chunks = slab_bytes(extent, sizes.rows) + _block_bytes(sizes, extent)
-    # After the last chunk an owner takes in the gradients of one expert at a time.
+    # After the last chunk an owner takes in the gradients of some experts at a time.
     return (
         _table_bytes(sizes, extent)
         + extent.foreign * gradient
-        + max(chunks + extent.foreign * weights, gradient)
+        + max(chunks + extent.foreign * weights, extent.most_foreign * gradient)
     )
 
 
@@ -118,5 +118,6 @@ def smallest_budget(sizes: LayerSizes, *, ranks: int, tokens: int, max_foreign: 
         chunks=ranks * max(1, tokens),
         layer_tokens=tokens,
         foreign=max_foreign if ranks > 1 else 0,
+        most_foreign=max_foreign if ranks > 1 else 0,
     )
     return dispatch_bytes(sizes, one_token)

@@ -43,7 +43,7 @@ class _Move:
     foreign: int
     """Its number among the helper's foreigners."""
     turn: int
-    """How many experts of its owner are listed before it."""
+    """When its gradients return."""
 
 
 class Migration:
@@ -79,8 +79,8 @@ class Migration:
     def return_gradients(self, gradients: HeldExperts) -> None:
         """Add the foreign gradients to the native ones of their owners, in rank order.
 
-        An owner takes one expert a turn, so that one expert's gradients at most are on their way to
-        it. All ranks count the turns alike, and wait for none beyond their own pairs.
+        An owner takes as many experts a turn as a rank may hold foreign ones, so that no more
+        gradients are on their way to it. All ranks count the turns alike.
         """
         for turn in range(self._turns):
             sent = [
@@ -89,7 +89,7 @@ class Migration:
                 for move in self._coming
                 if move.turn == turn
             ]
-            taken = self._leaving[turn : turn + 1]
+            taken = [move for move in self._leaving if move.turn == turn]
             landing = [
                 Letter(torch.empty_like(mine[move.native]), move.helper)
                 for mine in gradients.natives
@@ -97,19 +97,21 @@ class Migration:
             ]
             for work in trade(sent, landing, self._group):
                 work.wait()
-            for move in taken:
-                for mine, letter in zip(gradients.natives, landing, strict=True):
-                    mine[move.native] += letter.tensor
+            arrived = iter(landing)
+            for mine in gradients.natives:
+                for move in taken:
+                    mine[move.native] += next(arrived).tensor
 
     def _foreign_like(self, native: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return native.new_empty((len(self._coming), *native.shape[1:]), dtype=dtype)
 
 
 def _moves(plan: DispatchPlan) -> Iterator[_Move]:
-    turns = [0] * plan.ranks
+    given = [0] * plan.ranks
+    at_once = max(map(len, plan.foreign))
     for helper, experts in enumerate(plan.foreign):
         for foreign, expert in enumerate(experts):
             owner = plan.owner(expert)
             native = expert - plan.natives[owner].start
-            yield _Move(owner, helper, native, foreign, turns[owner])
-            turns[owner] += 1
+            yield _Move(owner, helper, native, foreign, turn=given[owner] // at_once)
+            given[owner] += 1

@@ -68,6 +68,7 @@ class Routing:
             chunks=len(chunks),
             layer_tokens=tokens,
             foreign=len(self.plan.foreign[self.rank]),
+            most_foreign=max(map(len, self.plan.foreign)),
         )
 
     def label(self, expert_ids: torch.Tensor) -> torch.Tensor:
