@@ -68,6 +68,16 @@ def refused(
             "parallel.sequence = 8 does not suit the model's 4 attention heads; "
             "with cluster.workers = 8 use one of [1, 2, 4]",
         ),
+        (
+            {"memory": {"dispatch": {"budget_bytes": 1000}}},
+            2,
+            "memory.dispatch.budget_bytes = 1,000 is too little: one token at a time and 4 foreign",
+        ),
+        (
+            {"memory": {"device_budget_bytes": 8_000}},
+            3,
+            "an 8th of memory.device_budget_bytes is 1,000, too little for the dispatch",
+        ),
         ({"cluster": {"shm_dir": "/absent"}}, 2, "cluster.shm_dir = /absent is no directory"),
         (
             {"cluster": {"device": "cuda", "workers": 200}, "train": {"sequences_per_step": 200}},
@@ -87,7 +97,8 @@ def refused(
     ],
     ids=[
         *("missing corpus", "empty corpus", "vocabulary smaller than a token id"),
-        *("more expert ranks than experts", "more sequence ranks than heads", "no shm_dir"),
+        *("more expert ranks than experts", "more sequence ranks than heads"),
+        *("dispatch budget of nothing", "device budget of nothing", "no shm_dir"),
         *("no GPU", "dead address", "no address"),
     ],
 )

@@ -2,8 +2,15 @@
 
 from typing import TYPE_CHECKING
 
+import torch
+from transformers import PreTrainedModel
+
+from flatpeak.workers.checkpoint import moe_layers
 from flatpeak.workers.data import Samples, open_samples
 from flatpeak.workers.dispatch import DispatchOptions
+from flatpeak.workers.dispatch.experts import read_layout
+from flatpeak.workers.dispatch.footprint import layer_sizes, smallest_budget
+from flatpeak.workers.errors import DoesNotFit, SpecError
 from flatpeak.workers.optimizer import AdamW
 
 if TYPE_CHECKING:
@@ -57,3 +64,51 @@ def dispatch_budget_of(spec: "Spec") -> int | None:
     if given != "auto":
         return given
     return None if device is None else device // DISPATCH_SHARE
+
+
+def check_dispatch_budget(spec: "Spec", model: PreTrainedModel) -> None:
+    """Raises SpecError when the job's dispatch budget cannot hold for any routing, DoesNotFit when
+    that is because of the device budget. `spec` is resolved.
+
+    `model` is whole, on any device.
+    """
+    budget, ranks = dispatch_budget_of(spec), spec.parallel.expert
+    assert isinstance(ranks, int), "degrees are resolved first"
+    if budget is None:
+        return
+    _, experts = next(iter(moe_layers(model)))
+    layout = read_layout(experts)
+    config, dtype = model.config.get_text_config(), getattr(torch, spec.train.dtype)
+    sizes = layer_sizes(
+        layout,
+        [getattr(experts, name).to(dtype) for name in layout.names],
+        torch.empty(0, config.hidden_size, dtype=dtype, device="meta"),
+        torch.empty(0, config.num_experts_per_tok, device="meta"),
+    )
+    section = spec.memory.dispatch
+    least = smallest_budget(
+        sizes, ranks=ranks, tokens=tokens_of(spec), max_foreign=section.max_foreign_experts
+    )
+    if budget >= least:
+        return
+    foreign = section.max_foreign_experts
+    needs = f"one token at a time and {foreign} foreign experts take {least:,} bytes"
+    fewer = "lower memory.dispatch.max_foreign_experts" if foreign else "use fewer workers"
+    if section.budget_bytes == "auto":
+        raise DoesNotFit(
+            f"an {DISPATCH_SHARE}th of memory.device_budget_bytes is {budget:,}, too little for "
+            f"the dispatch, where {needs}. Set memory.device_budget_bytes to at least "
+            f"{least * DISPATCH_SHARE:,}, or memory.dispatch.budget_bytes to {least:,}, or {fewer}"
+        )
+    raise SpecError(
+        f"memory.dispatch.budget_bytes = {budget:,} is too little: {needs}. Set it to at least "
+        f"{least:,}, or {fewer}"
+    )
+
+
+def tokens_of(spec: "Spec") -> int:
+    """Tokens of one worker in a microbatch, for a resolved `spec`."""
+    train, degree = spec.train, spec.parallel.sequence
+    assert isinstance(degree, int), "degrees are resolved first"
+    sequences = train.sequences_per_step // (spec.cluster.workers // degree * train.microbatches)
+    return sequences * train.sequence_length // degree

@@ -30,7 +30,7 @@ from flatpeak.workers.model import LocalParameter, ShardedModel, shard_model
 from flatpeak.workers.parallel import Layout, make_groups
 from flatpeak.workers.partition import parts
 from flatpeak.workers.routers import auxiliary_coefficient, watch_routers
-from flatpeak.workers.settings import dispatch_of, samples_of
+from flatpeak.workers.settings import dispatch_of, samples_of, tokens_of
 
 if TYPE_CHECKING:
     from flatpeak.controller.spec import Spec
@@ -118,12 +118,8 @@ class Trainer:
         if not budget.offload:
             return 0
         model = self.sharded.model
-        sequences = train.sequences_per_step // (
-            self.sharded.groups.layout.data * train.microbatches
-        )
-        tokens = sequences * train.sequence_length // self.sharded.groups.layout.sequence
         needed = slab_bytes(
-            tokens=tokens,
+            tokens=tokens_of(self.spec),
             hidden=model.config.hidden_size,
             dtype=DTYPES[train.dtype],
             layers=model.config.num_hidden_layers,
