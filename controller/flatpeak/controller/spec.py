@@ -167,8 +167,7 @@ class ParallelSpec(Section):
 
 class DispatchSpec(Section):
     budget_bytes: Count | Auto = "auto"
-    """Peak of the dispatch, kept by cutting layers into chunks; less costs time. auto takes an
-    eighth of `device_budget_bytes`, or sets no bound where that is null."""
+    """Most dispatch may take, chunk by chunk; less costs time. auto: device_budget_bytes / 8."""
     tokens_per_chunk: Count | Auto = "auto"
     """Tokens whose routes travel at once; auto takes as many as the budget allows."""
     max_chunks: Count = 64
