@@ -6,7 +6,7 @@ all ranks cut alike.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
@@ -27,6 +27,8 @@ class Extent:
     """Own tokens of a chunk."""
     sent: int
     """Rows that leave."""
+    sent_to_one: int
+    """Rows that leave for the rank that is sent most."""
     received: int
     """Rows that arrive."""
     computed: int
@@ -35,6 +37,9 @@ class Extent:
     layer_tokens: int
     foreign: int
     """Foreign experts."""
+    leaving: int
+    """Own experts that other ranks compute too."""
+    ranks: int
 
 
 Footprint = Callable[[Extent], int]
@@ -125,15 +130,19 @@ def _extents(
     ranks, firsts = plan.ranks, plan.first_instance
     rows, routes = table[:, :, :ranks], table[:, :, ranks:].sum(0)
     sent, received = rows.sum(2).max(1).tolist(), rows.sum(0).max(0).tolist()
+    sent_to_one = rows.max((1, 2)).tolist()
     return [
         Extent(
             tokens=ceil(tokens[rank] / cut.steps),
             sent=sent[rank],
+            sent_to_one=sent_to_one[rank],
             received=received[rank],
             computed=int(routes[:, firsts[rank] : firsts[rank + 1]].sum(1).max()),
             chunks=cut.chunks,
             layer_tokens=tokens[rank],
             foreign=len(plan.foreign[rank]),
+            leaving=plan.leaving(rank),
+            ranks=ranks,
         )
         for rank in range(ranks)
     ]
@@ -145,12 +154,12 @@ def _estimate(extent: Extent, steps: int, finer: int) -> Extent:
     def scaled(size: int) -> int:
         return ceil(size * _UNEVENNESS * steps / finer)
 
-    return Extent(
+    return replace(
+        extent,
         tokens=ceil(extent.layer_tokens / finer),
         sent=scaled(extent.sent),
+        sent_to_one=scaled(extent.sent_to_one),
         received=scaled(extent.received),
         computed=scaled(extent.computed),
         chunks=finer,
-        layer_tokens=extent.layer_tokens,
-        foreign=extent.foreign,
     )

@@ -166,6 +166,7 @@ class _Pass(ABC):
             self._wait_for_foreign(block)
             values = self._compute_block(flight, block, landed, scale)
             block.add(own, sums, values.to(sums.dtype), chunk_sized=slot.own is not None)
+            del values  # not beside those of the next block
         if self._buffers.wide is not None:
             slot.sums[: flight.received].copy_(sums)
         flight.computed = self._lanes.mark()

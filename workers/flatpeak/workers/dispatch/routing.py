@@ -63,11 +63,14 @@ class Routing:
         return Extent(
             tokens=max(len(range(tokens)[chunk.tokens]) for chunk in chunks),
             sent=max(sum(chunk.send) for chunk in chunks),
+            sent_to_one=max(max(chunk.send) for chunk in chunks),
             received=max(sum(chunk.receive) for chunk in chunks),
             computed=max(sum(chunk.own_routes) + sum(chunk.landed_routes) for chunk in chunks),
             chunks=len(chunks),
             layer_tokens=tokens,
             foreign=len(self.plan.foreign[self.rank]),
+            leaving=self.plan.leaving(self.rank),
+            ranks=self.plan.ranks,
         )
 
     def label(self, expert_ids: torch.Tensor) -> torch.Tensor:
