@@ -146,11 +146,11 @@ def test_the_footprint_holds_for_any_shape(
 ):
     ids = spread(2, 64 if tokens_per_chunk == 2 else 2048)
     options = replace(MOVING, tokens_per_chunk=tokens_per_chunk)
-    increment, footprint = increment_and_footprint(
-        ids, options, dtypes=dtypes, hidden_size=hidden, intermediate=intermediate
+    assert_foretold(
+        *increment_and_footprint(
+            ids, options, dtypes=dtypes, hidden_size=hidden, intermediate=intermediate
+        )
     )
-    # All routes of a block are taken to be of one expert, which shows where H is far above I.
-    assert increment <= footprint <= 1.1 * increment
 
 
 HIDDEN, INTERMEDIATE = 64, 48
@@ -161,9 +161,7 @@ def _within_budgets(
     rank: int, ids: list[torch.Tensor], budgets: list[int]
 ) -> list[tuple[int, int]]:
     """The increment and the number of chunks under each budget."""
-    module = local_experts(
-        "plain", len(ids), rank, FULL, hidden=HIDDEN, intermediate=INTERMEDIATE
-    )
+    module = local_experts("plain", len(ids), rank, FULL, hidden=HIDDEN, intermediate=INTERMEDIATE)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
     return [_measured(module, ids[rank], budget) for budget in budgets]
@@ -218,7 +216,7 @@ def test_every_rank_stays_within_its_budget_and_cuts_no_finer_than_it_asks(hot: 
     # The tighter ones are made use of.
     fullest = [max(increments) for increments in zip(*by_rank, strict=True)]
     for budget, (increment, count) in zip(budgets, fullest, strict=True):
-        assert count == 1 or increment > 0.8 * budget
+        assert count == 1 or increment > 0.7 * budget
 
 
 def _refusal(rank: int, ids: list[torch.Tensor]) -> str:

@@ -116,7 +116,9 @@ def test_nested_checkpoints_have_the_gradient_of_the_plain_layers():
     layers[2](layers[1](layers[0](plain))).sum().backward()
     for layer in layers:
         layer.taken = 0
-    checkpointed(lambda x: layers[2](checkpointed(layers[1], layers[0](x))), nested).sum().backward()
+    checkpointed(
+        lambda x: layers[2](checkpointed(layers[1], layers[0](x))), nested
+    ).sum().backward()
     assert torch.equal(gradient(plain), gradient(nested))
 
 

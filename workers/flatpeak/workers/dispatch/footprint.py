@@ -19,8 +19,8 @@ from flatpeak.workers.memory import TOTAL, PeakMeter
 _INDEX = torch.int64.itemsize
 _LABEL = torch.int16.itemsize
 _COUNT = torch.int32.itemsize
-# Chunks whose tables a pass keeps: one to come, one that is computed, two behind.
-_FLIGHTS = 4
+# Chunks whose tables a pass keeps: one to come, one that is computed, one behind.
+_FLIGHTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,8 @@ def dispatch_bytes(sizes: LayerSizes, extent: Extent) -> int:
     chunks += _block_bytes(sizes, extent) + moving * weights
     # After the last chunk an owner takes in the gradients of one expert at a time.
     landing = gradient if extent.leaving else 0
-    layer = extent.layer_tokens * sizes.k * _LABEL + extent.foreign * gradient
+    layer = extent.layer_tokens * sizes.k * _LABEL + extent.instances * _INDEX
+    layer += extent.foreign * gradient
     return max(layer + max(chunks, landing), _counting_bytes(sizes, extent))
 
 
@@ -146,11 +147,13 @@ def _block_bytes(sizes: LayerSizes, extent: Extent) -> int:
     sorting = extent.computed * 4 * _INDEX
     adding = extent.sent_to_one * sizes.hidden * accurate(sizes.dtype).itemsize * sizes.narrow
     block = min(sizes.block_routes, extent.computed)
-    return max(finding, sorting, adding, _fullest(sizes, block))
+    part = min(sizes.block_routes, extent.computed_by_one)
+    return max(finding, sorting, adding, _fullest(sizes, block, part))
 
 
-def _fullest(sizes: LayerSizes, block: int) -> int:
-    """The most of what is alive at the steps of `expert_backward`, in their order."""
+def _fullest(sizes: LayerSizes, block: int, part: int) -> int:
+    """The most of what is alive at the steps of `expert_backward`, in their order, for the routes
+    of a block and those of one expert."""
     item, wide = sizes.dtype.itemsize, accurate(sizes.dtype).itemsize
     narrow = wide if sizes.narrow else 0
     rows = 2 * sizes.hidden * item + 2 * wide
@@ -161,9 +164,9 @@ def _fullest(sizes: LayerSizes, block: int) -> int:
         block * (rows + sizes.up * item) + sizes.up * converted,
         block * (rows + sizes.up * (item + narrow)),
         block * (rows + sizes.gate_bytes),
-        block * (kept + sizes.hidden * narrow) + sizes.up * product,
-        block * (kept + sizes.inner * wide + sizes.hidden * narrow) + sizes.inner * product,
+        block * kept + part * sizes.hidden * narrow + sizes.up * product,
+        block * (kept + sizes.inner * wide) + part * sizes.hidden * narrow + sizes.inner * product,
         block * (kept + sizes.hidden * wide * sizes.biases),
         block * (kept + sizes.up * item * sizes.narrow) + sizes.up * converted,
-        block * (sizes.hidden * (item + narrow)),
+        block * (sizes.hidden * (item + narrow) + wide),
     )

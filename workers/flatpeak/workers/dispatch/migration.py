@@ -60,9 +60,7 @@ class Migration:
     def send_weights(self, native: Sequence[torch.Tensor], dtype: torch.dtype) -> ForeignWeights:
         """Start the foreign weights on their way."""
         foreign = [self._foreign_like(weight, dtype) for weight in native]
-        sent = [
-            letter for weight in native for letter in self._letters(weight, dtype)
-        ]
+        sent = [letter for weight in native for letter in self._letters(weight, dtype)]
         coming = [
             Letter(weight[move.foreign], move.owner) for weight in foreign for move in self._coming
         ]
