@@ -78,7 +78,7 @@ def layer_sizes(
         held_dtype=parameters[UP].dtype,
         biases=layout.has_bias,
         block_routes=block_routes(hidden.device),
-        gate_bytes=_gate_bytes(layout, up.shape[-1], wide),
+        gate_bytes=_gate_values(layout, up.shape[-1]) * wide.itemsize,
         separate_products=hidden.is_cuda and hidden.dtype != wide,
     )
 
@@ -87,22 +87,25 @@ _measured: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 _SAMPLE = 16
 
 
-def _gate_bytes(layout: ExpertLayout, columns: int, dtype: torch.dtype) -> int:
-    """Measured once a layer, on a few rows: families differ, and only their code says how."""
+def _gate_values(layout: ExpertLayout, columns: int) -> int:
+    """Values of one route that the gate and its derivative have alive at once.
+
+    Measured once a layer, on a few rows: families differ, and only their code says how.
+    """
     owner = getattr(layout.activate, "__self__", layout.activate)
     if owner not in _measured:
-        _measured[owner] = -(-_sample_gate(layout, columns, dtype) // _SAMPLE)
+        _measured[owner] = -(-_sample_gate(layout, columns) // (_SAMPLE * torch.float32.itemsize))
     return _measured[owner]
 
 
 @torch.enable_grad()
-def _sample_gate(layout: ExpertLayout, columns: int, dtype: torch.dtype) -> int:
+def _sample_gate(layout: ExpertLayout, columns: int) -> int:
     def kept(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     # Neither the checkpoint nor the offload of the layer may see what the sample saves.
     with saved_tensors_hooks(kept, kept), PeakMeter() as meter:
-        up = torch.zeros(_SAMPLE, columns, dtype=dtype, device="cpu").requires_grad_()
+        up = torch.zeros(_SAMPLE, columns, dtype=torch.float32, device="cpu").requires_grad_()
         inner = layout.activate(up)
         torch.autograd.grad(inner, up, torch.zeros_like(inner))
         return meter.peaks()[TOTAL]
@@ -160,6 +163,8 @@ def _fullest(sizes: LayerSizes, block: int, part: int) -> int:
     kept = rows + (sizes.inner + sizes.up) * wide
     converted = item * sizes.hidden if sizes.held_dtype != sizes.dtype else 0
     product = sizes.hidden * wide if sizes.separate_products else 0
+    # Products of several experts in one kernel never take the place of their rows.
+    grouped = sizes.hidden * item if sizes.separate_products else 0
     return max(
         block * (rows + sizes.up * item) + sizes.up * converted,
         block * (rows + sizes.up * (item + narrow)),
@@ -167,6 +172,6 @@ def _fullest(sizes: LayerSizes, block: int, part: int) -> int:
         block * kept + part * sizes.hidden * narrow + sizes.up * product,
         block * (kept + sizes.inner * wide) + part * sizes.hidden * narrow + sizes.inner * product,
         block * (kept + sizes.hidden * wide * sizes.biases),
-        block * (kept + sizes.up * item * sizes.narrow) + sizes.up * converted,
+        block * (kept + sizes.up * item * sizes.narrow + grouped) + sizes.up * converted,
         block * (sizes.hidden * (item + narrow) + wide),
     )
