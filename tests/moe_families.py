@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -20,11 +20,13 @@ class PlainExperts(nn.Module):
 
     has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
 
-    def __init__(self, experts: int, *, hidden: int = HIDDEN) -> None:
+    def __init__(
+        self, experts: int, *, hidden: int = HIDDEN, intermediate: int = INTERMEDIATE
+    ) -> None:
         super().__init__()
         self.num_experts = experts
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * INTERMEDIATE, hidden))
-        self.down_proj = nn.Parameter(torch.empty(experts, hidden, INTERMEDIATE))
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate))
         self.act_fn = nn.SiLU()
         self.config = SimpleNamespace()
 
@@ -47,55 +49,64 @@ class Family:
     model: str
     config: str
     experts: str
-    keys: dict[str, int | float]
+    intermediate_key: str
+    experts_key: str
+    others: dict[str, int | float] = field(default_factory=dict)
 
-    def make(self, experts: int) -> nn.Module:
-        sizes = {k: experts if v == EXPERTS else v for k, v in self.keys.items()}
-        config = getattr(import_module("transformers"), self.config)(hidden_size=HIDDEN, **sizes)
+    def make(
+        self, experts: int, *, hidden: int = HIDDEN, intermediate: int = INTERMEDIATE
+    ) -> nn.Module:
+        sizes = {self.intermediate_key: intermediate, self.experts_key: experts, **self.others}
+        config = getattr(import_module("transformers"), self.config)(hidden_size=hidden, **sizes)
         modeling = import_module(f"transformers.models.{self.model}.modeling_{self.model}")
         return getattr(modeling, self.experts)(config)
 
-
-EXPERTS = -1  # stands for the number of experts in a family's configuration
 
 FAMILIES = {
     "qwen3-moe": Family(
         "qwen3_moe",
         "Qwen3MoeConfig",
         "Qwen3MoeExperts",
-        {"moe_intermediate_size": INTERMEDIATE, "num_experts": EXPERTS},
+        "moe_intermediate_size",
+        "num_experts",
     ),
     "mixtral": Family(
         "mixtral",
         "MixtralConfig",
         "MixtralExperts",
-        {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS},
+        "intermediate_size",
+        "num_local_experts",
     ),
     "olmoe": Family(
         "olmoe",
         "OlmoeConfig",
         "OlmoeExperts",
-        {"intermediate_size": INTERMEDIATE, "num_experts": EXPERTS},
+        "intermediate_size",
+        "num_experts",
     ),
     "deepseek-v3": Family(
         "deepseek_v3",
         "DeepseekV3Config",
         "DeepseekV3Experts",
-        {"moe_intermediate_size": INTERMEDIATE, "n_routed_experts": EXPERTS},
+        "moe_intermediate_size",
+        "n_routed_experts",
     ),
     # Biases, transposed and interleaved weights, a clamped gate.
     "gpt-oss": Family(
         "gpt_oss",
         "GptOssConfig",
         "GptOssExperts",
-        {"intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS, "swiglu_limit": 1.0},
+        "intermediate_size",
+        "num_local_experts",
+        {"swiglu_limit": 1.0},
     ),
     # No gate.
     "nemotron-h": Family(
         "nemotron_h",
         "NemotronHConfig",
         "NemotronHExperts",
-        {"moe_intermediate_size": INTERMEDIATE, "n_routed_experts": EXPERTS},
+        "moe_intermediate_size",
+        "n_routed_experts",
     ),
 }
 
@@ -142,8 +153,8 @@ def make_tokens(ids: torch.Tensor, *, seed: int = 1) -> Tokens:
 
 
 def join(tokens: list[Tokens]) -> Tokens:
-    fields = ("hidden", "ids", "weights", "upstream")
-    return Tokens(*(torch.cat([getattr(t, field) for t in tokens]) for field in fields))
+    names = ("hidden", "ids", "weights", "upstream")
+    return Tokens(*(torch.cat([getattr(t, name) for t in tokens]) for name in names))
 
 
 def profile(tokens: int, experts: int, k: int, hot_percent: int, hot: int) -> torch.Tensor:
@@ -192,8 +203,8 @@ def dense_results(module: nn.Module, tokens: Tokens) -> Results:
 def assert_equals_dense(module: nn.Module, tokens: list[Tokens], ranks: list[Results]) -> None:
     """The ranks' results, put together, equal the dense ones to 1e-5 of their largest entry."""
     dense = dense_results(module, join(tokens))
-    for field in ("output", "hidden", "weights"):
-        assert_close(torch.cat([getattr(r, field) for r in ranks]), getattr(dense, field), field)
+    for name in ("output", "hidden", "weights"):
+        assert_close(torch.cat([getattr(r, name) for r in ranks]), getattr(dense, name), name)
     for name, gradient in dense.parameters.items():
         assert_close(torch.cat([r.parameters[name] for r in ranks]), gradient, name)
 

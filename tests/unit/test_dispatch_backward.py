@@ -70,6 +70,39 @@ def test_uninitialised_memory_reaches_no_result():
         assert torch.equal(gradient[1:], torch.zeros_like(gradient[1:]))
 
 
+def _with_and_without_poison(
+    rank: int, tokens: list[Tokens], hidden: torch.dtype, held: torch.dtype
+) -> tuple[Results, Results]:
+    plain = _in_dtypes(rank, tokens, hidden, held)
+    torch.use_deterministic_algorithms(True)
+    try:
+        return plain, _in_dtypes(rank, tokens, hidden, held)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "held"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+def test_uninitialised_memory_reaches_no_result_of_many_chunks_with_foreign_experts(
+    hidden: torch.dtype, held: torch.dtype
+):
+    ids = [profile(tokens, 7, 2, 80, 2) for tokens in (23, 17)]
+    routing = assumed_routing(ids, rank=1, experts=8, options=MOVING)
+    assert len(routing.chunks) > 3
+    assert routing.plan.moves_weights
+    tokens = [make_tokens(each) for each in ids]
+    for plain, poisoned in run_ranks(2, _with_and_without_poison, tokens, hidden, held):
+        assert_same_bits(plain, poisoned)
+        assert poisoned.output.isfinite().all()
+
+
 def _repeat(rank: int, tokens: list[Tokens]) -> tuple[Results, Results]:
     module = make_experts("plain", 8)
     first, second = (
@@ -141,6 +174,43 @@ def test_half_precision_is_no_less_accurate_than_the_eager_module(held: torch.dt
         ours = torch.cat([result.parameters[name] for result in results])
         assert ours.dtype == held
         assert rms_error(ours, want) <= rms_error(eager.parameters[name], want), name
+
+
+PROFILES = [(0, 1), (30, 16), (50, 16), (80, 16), (95, 16), (30, 4), (50, 4)]
+
+
+def _each_in_half(rank: int, cases: list[list[Tokens]]) -> list[Results]:
+    return [_half(rank, tokens) for tokens in cases]
+
+
+def _half(rank: int, tokens: list[Tokens]) -> Results:
+    half, t = torch.bfloat16, tokens[rank]
+    module = slice_of(make_experts("plain", 32), rank, 2).to(half)
+    cast = Tokens(t.hidden.to(half), t.ids, t.weights, t.upstream.to(half))
+    return results_of(module, cast, dispatch)
+
+
+def test_half_precision_is_no_less_accurate_than_the_eager_module_on_any_profile():
+    half = torch.bfloat16
+    cases = [
+        [make_tokens(profile(60, 32, 8, *hot), seed=rank) for rank in range(2)] for hot in PROFILES
+    ]
+    by_rank = run_ranks(2, _each_in_half, cases)
+    module = make_experts("plain", 32).to(half)
+    for tokens, results in zip(cases, zip(*by_rank, strict=True), strict=True):
+        whole = join(tokens)
+        rounded = replace(whole, hidden=whole.hidden.to(half), upstream=whole.upstream.to(half))
+        eager = dense_results(module, replace(rounded, weights=whole.weights.to(half)))
+        exact = dense_results(
+            make_experts("plain", 32).to(half).float(),
+            replace(rounded, hidden=rounded.hidden.float(), upstream=rounded.upstream.float()),
+        )
+        for name in ("output", "hidden", "weights"):
+            ours, want = torch.cat([getattr(r, name) for r in results]), getattr(exact, name)
+            assert rms_error(ours, want) <= rms_error(getattr(eager, name), want), name
+        for name, want in exact.parameters.items():
+            ours = torch.cat([result.parameters[name] for result in results])
+            assert rms_error(ours, want) <= rms_error(eager.parameters[name], want), name
 
 
 def _with_sink(rank: int, tokens: list[Tokens]) -> tuple[dict[str, torch.Tensor], bool, int]:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from flatpeak.workers.dispatch import DispatchOptions, moe_forward
+from flatpeak.workers.dispatch.experts import block_routes
 from moe_families import (
     FAMILIES,
     Results,
@@ -79,6 +80,39 @@ def test_published_profiles_equal_dense(name: str, options: DispatchOptions):
     check([profile(20, 32, 8, *PROFILES[name])] * 4, experts=32, options=options)
 
 
+def _run_each(
+    rank: int, cases: list[list[Tokens]], experts: int, options: DispatchOptions
+) -> list[Results]:
+    return [_run(rank, "plain", experts, tokens, options) for tokens in cases]
+
+
+@pytest.mark.parametrize("name", ["whole layer at once, no moves", "chunks and moves"])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_published_profiles_equal_dense_on_any_number_of_ranks(ranks: int, name: str):
+    cases = [
+        [make_tokens(profile(20, 32, 8, *hot), seed=rank) for rank in range(ranks)]
+        for hot in PROFILES.values()
+    ]
+    by_rank = run_ranks(ranks, _run_each, cases, 32, OPTIONS[name])
+    module = make_experts("plain", 32)
+    for tokens, results in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert_equals_dense(module, tokens, list(results))
+
+
+def test_experts_with_more_routes_than_a_block_and_with_fewer_equal_dense():
+    # 60 % of 1000 tokens a rank share experts 0 to 2, the others spread over five.
+    ids = [profile(1000, 8, 3, 60, 3)] * 2
+    block = block_routes(torch.device("cpu"))
+    counts = torch.cat(ids).flatten().bincount()
+    assert counts[0] > 2 * block
+    assert counts[3] < block
+    for options in (
+        OPTIONS["whole layer at once, no moves"],
+        replace(MOVING, tokens_per_chunk=500),
+    ):
+        check(ids, options=options)
+
+
 def every_route_to(experts: list[int], tokens: int, k: int) -> torch.Tensor:
     return torch.tensor(experts).repeat(tokens * k)[: tokens * k].view(tokens, k)
 
@@ -88,6 +122,7 @@ EDGES = {
     "all to the last expert, twice a token": [every_route_to([7], 7, 2)] * 4,
     "all to rank 0": [every_route_to([0, 1], 9, 2)] * 4,
     "rank 3 receives none": [random_ids(9, 6, 2, seed=rank) for rank in range(4)],
+    "each chunk goes to one rank": [torch.arange(20)[:, None] % 4 * 2 + torch.arange(2)] * 4,
     "tokens differ": [random_ids(n, 8, 3, seed=n) for n in (1, 17, 4, 9)],
     "rank 1 has no tokens": [random_ids(n, 8, 3, seed=n) for n in (6, 0, 3, 11)],
     "only rank 2 has a token": [random_ids(n, 8, 3, seed=n) for n in (0, 0, 1, 0)],

@@ -1,6 +1,6 @@
 """What the parts of a worker take as arguments, read from the job's spec in one place."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -87,7 +87,11 @@ def check_dispatch_budget(spec: "Spec", model: PreTrainedModel) -> None:
     )
     section = spec.memory.dispatch
     least = smallest_budget(
-        sizes, ranks=ranks, tokens=tokens_of(spec), max_foreign=section.max_foreign_experts
+        sizes,
+        experts=cast(Any, experts).num_experts,
+        ranks=ranks,
+        tokens=tokens_of(spec),
+        max_foreign=section.max_foreign_experts,
     )
     if budget >= least:
         return

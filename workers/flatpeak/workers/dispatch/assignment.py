@@ -65,6 +65,10 @@ class DispatchPlan:
                     found[rank].append(expert)
         return tuple(map(tuple, found))
 
+    def leaving(self, rank: int) -> int:
+        """How many of the rank's own experts other ranks compute too."""
+        return len({expert for held in self.foreign for expert in held} & {*self.natives[rank]})
+
     @cached_property
     def moves_weights(self) -> bool:
         return any(self.foreign)

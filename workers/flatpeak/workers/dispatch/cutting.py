@@ -7,6 +7,7 @@ all ranks cut alike.
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil
 
 import numpy as np
@@ -27,16 +28,25 @@ class Extent:
     """Own tokens of a chunk."""
     sent: int
     """Rows that leave."""
+    sent_to_one: int
+    """Rows that leave for the rank that is sent most."""
     received: int
     """Rows that arrive."""
     computed: int
     """Routes of all these rows that are computed here."""
+    computed_by_one: int
+    """Those of the expert with most."""
     chunks: int
     layer_tokens: int
     foreign: int
     """Foreign experts."""
     most_foreign: int
     """Those of the rank with most of them."""
+    leaving: int
+    """Own experts that other ranks compute too."""
+    ranks: int
+    instances: int
+    """Experts of all ranks, foreign ones counted."""
 
 
 Footprint = Callable[[Extent], int]
@@ -125,18 +135,25 @@ def _extents(
 ) -> list[Extent]:
     """The sizes of every rank."""
     ranks, firsts = plan.ranks, plan.first_instance
-    rows, routes = table[:, :, :ranks], table[:, :, ranks:].sum(0)
+    rows = table[:, :, :ranks]
+    routes = [table[:, :, ranks + a : ranks + b].sum(0) for a, b in pairwise(firsts)]
     sent, received = rows.sum(2).max(1).tolist(), rows.sum(0).max(0).tolist()
+    sent_to_one = rows.max((1, 2)).tolist()
     return [
         Extent(
             tokens=ceil(tokens[rank] / cut.steps),
             sent=sent[rank],
+            sent_to_one=sent_to_one[rank],
             received=received[rank],
-            computed=int(routes[:, firsts[rank] : firsts[rank + 1]].sum(1).max()),
+            computed=int(routes[rank].sum(1).max()),
+            computed_by_one=int(routes[rank].max(initial=0)),
             chunks=cut.chunks,
             layer_tokens=tokens[rank],
             foreign=len(plan.foreign[rank]),
             most_foreign=max(map(len, plan.foreign)),
+            leaving=plan.leaving(rank),
+            ranks=ranks,
+            instances=firsts[-1],
         )
         for rank in range(ranks)
     ]
@@ -152,7 +169,9 @@ def _estimate(extent: Extent, steps: int, finer: int) -> Extent:
         extent,
         tokens=ceil(extent.layer_tokens / finer),
         sent=scaled(extent.sent),
+        sent_to_one=scaled(extent.sent_to_one),
         received=scaled(extent.received),
         computed=scaled(extent.computed),
+        computed_by_one=scaled(extent.computed_by_one),
         chunks=finer,
     )

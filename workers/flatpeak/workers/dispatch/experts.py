@@ -84,11 +84,20 @@ class HeldExperts:
 class Projections:
     """Products of rows, grouped by instance, with the weights of a pass's experts.
 
-    `block` tells the instances and how many rows each of them has.
+    `block` tells the instances and how many rows each of them has. `grouped` says where one kernel
+    may take all instances of a block.
     """
 
-    def __init__(self, layout: ExpertLayout, held: HeldExperts, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        held: HeldExperts,
+        dtype: torch.dtype,
+        *,
+        grouped: Callable[[torch.Tensor, torch.Tensor], bool] | None = None,
+    ) -> None:
         self.layout = layout
+        self._grouped = grouped or runs_grouped
         self._held = held
         self._dtype = dtype
         self._casts = held.natives[UP].dtype != dtype
@@ -122,7 +131,7 @@ class Projections:
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         first, last = block.instances[0], block.instances[-1]
-        if last > first and runs_grouped(rows, matrices[first]):
+        if last > first and self._grouped(rows, matrices[first]):
             stacked = self.layout.view(self._held.stacked(which, first, last))
             if matrices is self._backward[which]:
                 stacked = stacked.mT

@@ -5,19 +5,22 @@ A backward pass takes more than a forward pass, so it alone counts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
-from flatpeak.workers.dispatch.buffers import slab_bytes, slots_of
+from flatpeak.workers.dispatch.buffers import slab_bytes
 from flatpeak.workers.dispatch.cutting import Extent
 from flatpeak.workers.dispatch.experts import DOWN, UP, ExpertLayout, accurate, block_routes
 from flatpeak.workers.dispatch.rows import RowFormat
+from flatpeak.workers.memory import TOTAL, PeakMeter
 
-# Intermediate values of a gate and its derivative alive at once, in widths of its input. Measured
-# over the supported families; the tests hold them to it.
-_GATE_WIDTHS = 5
 _INDEX = torch.int64.itemsize
 _LABEL = torch.int16.itemsize
+_COUNT = torch.int32.itemsize
+# Chunks whose tables a pass keeps: one to come, one that is computed, one behind.
+_FLIGHTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,10 @@ class LayerSizes:
     """Of the experts' parameters."""
     biases: bool
     block_routes: int
+    gate_bytes: int
+    """Of one route: what the gate and its derivative have alive at once."""
+    separate_products: bool
+    """Whether the product of a weight gradient is formed before it is added."""
 
     @property
     def rows(self) -> RowFormat:
@@ -48,6 +55,10 @@ class LayerSizes:
         biases = (self.up + self.hidden) * self.biases
         return self.hidden * (self.up + self.inner) + biases
 
+    @property
+    def narrow(self) -> bool:
+        return self.dtype != accurate(self.dtype)
+
 
 def layer_sizes(
     layout: ExpertLayout,
@@ -56,6 +67,7 @@ def layer_sizes(
     expert_weights: torch.Tensor,
 ) -> LayerSizes:
     up, down = (layout.view(parameters[which]) for which in (UP, DOWN))
+    wide = accurate(hidden.dtype)
     return LayerSizes(
         hidden=hidden.shape[1],
         up=up.shape[-1],
@@ -66,58 +78,126 @@ def layer_sizes(
         held_dtype=parameters[UP].dtype,
         biases=layout.has_bias,
         block_routes=block_routes(hidden.device),
+        gate_bytes=_gate_values(layout, up.shape[-1]) * wide.itemsize,
+        separate_products=hidden.is_cuda and hidden.dtype != wide,
     )
+
+
+_measured: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+_SAMPLE = 16
+
+
+def _gate_values(layout: ExpertLayout, columns: int) -> int:
+    """Values of one route that the gate and its derivative have alive at once.
+
+    Measured once a layer, on a few rows: families differ, and only their code says how.
+    """
+    owner = getattr(layout.activate, "__self__", layout.activate)
+    if owner not in _measured:
+        _measured[owner] = -(-_sample_gate(layout, columns) // (_SAMPLE * torch.float32.itemsize))
+    return _measured[owner]
+
+
+@torch.enable_grad()
+def _sample_gate(layout: ExpertLayout, columns: int) -> int:
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    # Neither the checkpoint nor the offload of the layer may see what the sample saves.
+    with saved_tensors_hooks(kept, kept), PeakMeter() as meter:
+        up = torch.zeros(_SAMPLE, columns, dtype=torch.float32, device="cpu").requires_grad_()
+        inner = layout.activate(up)
+        torch.autograd.grad(inner, up, torch.zeros_like(inner))
+        return meter.peaks()[TOTAL]
 
 
 def dispatch_bytes(sizes: LayerSizes, extent: Extent) -> int:
     """What dispatch takes on a rank above its inputs and results."""
     gradient = sizes.expert_parameters * accurate(sizes.held_dtype).itemsize
     weights = sizes.expert_parameters * sizes.dtype.itemsize
-    chunks = slab_bytes(extent, sizes.rows) + _block_bytes(sizes, extent)
+    moving = extent.foreign + (extent.leaving if sizes.held_dtype != sizes.dtype else 0)
+    chunks = slab_bytes(extent, sizes.rows) + _table_bytes(sizes, extent)
+    chunks += _block_bytes(sizes, extent) + moving * weights
     # After the last chunk an owner takes in the gradients of some experts at a time.
-    return (
-        _table_bytes(sizes, extent)
-        + extent.foreign * gradient
-        + max(chunks + extent.foreign * weights, extent.most_foreign * gradient)
-    )
+    landing = extent.most_foreign * gradient if extent.leaving else 0
+    layer = extent.layer_tokens * sizes.k * _LABEL + extent.instances * _INDEX
+    layer += extent.foreign * gradient
+    return max(layer + max(chunks, landing), _counting_bytes(sizes, extent))
 
 
 def _table_bytes(sizes: LayerSizes, extent: Extent) -> int:
-    """Labels of the layer, and which rows go where and which routes to whom in a chunk."""
+    """Which rows of a chunk go where, and which routes to whom."""
     routes = (extent.tokens + extent.received) * sizes.k
     return (
-        extent.layer_tokens * sizes.k * _LABEL
-        + routes * (_LABEL + sizes.weight_dtype.itemsize + _INDEX)
+        routes * (_LABEL + sizes.weight_dtype.itemsize + _INDEX)
         + extent.computed * 2 * _INDEX
-        + extent.sent * 2 * _INDEX * (1 + slots_of(extent))
+        + extent.sent * 2 * _INDEX * min(_FLIGHTS, extent.chunks)
     )
 
 
+def _counting_bytes(sizes: LayerSizes, extent: Extent) -> int:
+    """Labels of the layer's routes, and their counts, before anything else is there."""
+    label = sizes.k * (_LABEL + _INDEX)
+    routes = sizes.k * (_INDEX + _COUNT) + 3 * _INDEX
+    rows = sizes.k * _INDEX + 2 * extent.ranks
+    return extent.layer_tokens * (label + max(routes, rows))
+
+
 def _block_bytes(sizes: LayerSizes, extent: Extent) -> int:
-    """Rows taken and intermediate values of the largest block; or what sorting its routes takes."""
-    wide = accurate(sizes.dtype)
-    narrow = wide != sizes.dtype
-    values = 2 * sizes.hidden * sizes.dtype.itemsize
-    values += (sizes.up * _GATE_WIDTHS + 2 * sizes.inner) * wide.itemsize
-    if narrow or sizes.biases:
-        values += sizes.hidden * wide.itemsize
-    block = min(sizes.block_routes, extent.computed) * values
-    return max(block, extent.computed * 4 * _INDEX)
+    """The largest block at its fullest; or, when none is computed, what it takes to find the rows
+    that leave, to sort the routes, and to add results that came home."""
+    finding = extent.tokens * (2 * sizes.k * _INDEX + extent.ranks * (2 + 2 * _INDEX))
+    sorting = extent.computed * 4 * _INDEX
+    adding = extent.sent_to_one * sizes.hidden * accurate(sizes.dtype).itemsize * sizes.narrow
+    block = min(sizes.block_routes, extent.computed)
+    part = min(sizes.block_routes, extent.computed_by_one)
+    return max(finding, sorting, adding, _fullest(sizes, block, part))
 
 
-def smallest_budget(sizes: LayerSizes, *, ranks: int, tokens: int, max_foreign: int) -> int:
+def _fullest(sizes: LayerSizes, block: int, part: int) -> int:
+    """The most of what is alive at the steps of `expert_backward`, in their order, for the routes
+    of a block and those of one expert."""
+    item, wide = sizes.dtype.itemsize, accurate(sizes.dtype).itemsize
+    narrow = wide if sizes.narrow else 0
+    rows = 2 * sizes.hidden * item + 2 * wide
+    kept = rows + (sizes.inner + sizes.up) * wide
+    converted = item * sizes.hidden if sizes.held_dtype != sizes.dtype else 0
+    product = sizes.hidden * wide if sizes.separate_products else 0
+    # Products of several experts in one kernel never take the place of their rows.
+    grouped = sizes.hidden * item if sizes.separate_products else 0
+    return max(
+        block * (rows + sizes.up * item) + sizes.up * converted,
+        block * (rows + sizes.up * (item + narrow)),
+        block * (rows + sizes.gate_bytes),
+        block * kept + part * sizes.hidden * narrow + sizes.up * product,
+        block * (kept + sizes.inner * wide) + part * sizes.hidden * narrow + sizes.inner * product,
+        block * (kept + sizes.hidden * wide * sizes.biases),
+        block * (kept + sizes.up * item * sizes.narrow + grouped) + sizes.up * converted,
+        block * (sizes.hidden * (item + narrow) + wide),
+    )
+
+
+def smallest_budget(
+    sizes: LayerSizes, *, experts: int, ranks: int, tokens: int, max_foreign: int
+) -> int:
     """The least `budget_bytes` that holds for any routing: one token of one rank at a time.
 
-    `tokens` are those of a rank in a layer.
+    `tokens` are those of a rank in a layer, `experts` those of all ranks.
     """
+    foreign = max_foreign if ranks > 1 else 0
     one_token = Extent(
         tokens=1,
         sent=min(sizes.k, ranks - 1),
+        sent_to_one=min(1, ranks - 1),
         received=min(1, ranks - 1),
         computed=sizes.k,
+        computed_by_one=sizes.k,
         chunks=ranks * max(1, tokens),
         layer_tokens=tokens,
-        foreign=max_foreign if ranks > 1 else 0,
-        most_foreign=max_foreign if ranks > 1 else 0,
+        foreign=foreign,
+        most_foreign=foreign,
+        leaving=min(-(-experts // ranks), foreign * (ranks - 1)),
+        ranks=ranks,
+        instances=experts + ranks * foreign,
     )
     return dispatch_bytes(sizes, one_token)

@@ -60,15 +60,16 @@ class Migration:
     def send_weights(self, native: Sequence[torch.Tensor], dtype: torch.dtype) -> ForeignWeights:
         """Start the foreign weights on their way."""
         foreign = [self._foreign_like(weight, dtype) for weight in native]
-        sent = [
-            Letter(weight[move.native].to(dtype), move.helper)
-            for weight in native
-            for move in self._leaving
-        ]
+        sent = [letter for weight in native for letter in self._letters(weight, dtype)]
         coming = [
             Letter(weight[move.foreign], move.owner) for weight in foreign for move in self._coming
         ]
         return ForeignWeights(foreign, sent, trade(sent, coming, self._group))
+
+    def _letters(self, weight: torch.Tensor, dtype: torch.dtype) -> list[Letter]:
+        # However many helpers an expert has, it is converted once.
+        experts = {move.native: weight[move.native].to(dtype) for move in self._leaving}
+        return [Letter(experts[move.native], move.helper) for move in self._leaving]
 
     def gradients(self, layout: ExpertLayout, native: Sequence[torch.Tensor]) -> Gradients:
         """Accumulators for the weight gradients, not yet written."""

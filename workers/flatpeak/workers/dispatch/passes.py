@@ -1,7 +1,6 @@
 """A pass over the chunks of one layer, forward or backward, with its pipeline of exchanges."""
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -40,9 +39,8 @@ class _Flight:
         self.slot = slot
         self.coming = coming
         self.returning: list[Arriving] = []
-        # Points in the lanes: the sums are computed, the results are home.
         self.computed: Any = None
-        self.home: Any = None
+        """The point in the lanes where the sums are computed."""
 
     @property
     def sent(self) -> int:
@@ -105,23 +103,21 @@ class _Pass(ABC):
         """
         self._start()
         chunks = self._routing.chunks
-        ahead, behind = self._send_out(0), deque[_Flight](maxlen=2)
+        here = ahead = self._send_out(0)
+        behind: _Flight | None = None
         self._foreign = self._migration.send_weights(self._parameters, self._rows.dtype)
         for number in range(len(chunks)):
             here = ahead
             self._land(here)
             if number + 1 < len(chunks):
                 ahead = self._send_out(number + 1)
-            if len(behind) == 2:
-                # This chunk takes its slot over: what is in there must have left.
-                self._lanes.follow(behind[0].home)
             self._compute(here)
-            if behind:
-                self._bring_home(behind[-1])
+            if behind is not None:
+                self._bring_home(behind)
             self._send_back(here)
-            behind.append(here)
-        self._bring_home(behind[-1])
-        self._lanes.follow(behind[-1].home)
+            behind = here
+        self._bring_home(here)
+        self._end()
         if self._foreign is not None:
             self._foreign.wait()
         del self._buffers, self._projections
@@ -130,6 +126,11 @@ class _Pass(ABC):
         started = self._lanes.mark()
         with self._lanes.travelling():
             self._lanes.follow(started)
+
+    def _end(self) -> None:
+        with self._lanes.travelling():
+            ended = self._lanes.mark()
+        self._lanes.follow(ended)
 
     def _send_out(self, number: int) -> _Flight:
         chunk = self._routing.chunks[number]
@@ -149,6 +150,7 @@ class _Pass(ABC):
     def _land(self, flight: _Flight) -> None:
         with self._lanes.travelling():
             flight.coming.wait()
+            # Behind the results of the chunk before last too, whose slot this one takes over.
             landed = self._lanes.mark()
         self._lanes.follow(landed)
 
@@ -166,6 +168,7 @@ class _Pass(ABC):
             self._wait_for_foreign(block)
             values = self._compute_block(flight, block, landed, scale)
             block.add(own, sums, values.to(sums.dtype), chunk_sized=slot.own is not None)
+            del values  # not beside those of the next block
         if self._buffers.wide is not None:
             slot.sums[: flight.received].copy_(sums)
         flight.computed = self._lanes.mark()
@@ -198,7 +201,6 @@ class _Pass(ABC):
                 flight.journey.scatter(own, returned, chunk_sized=True)
                 place = self._result[flight.chunk.tokens]
                 place.copy_(own[: len(place)])
-            flight.home = self._lanes.mark()
 
 
 class Forward(_Pass):

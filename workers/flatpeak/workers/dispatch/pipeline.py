@@ -108,16 +108,21 @@ class _Layer:
     def agree(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Routing:
         if self.routing is not None:
             return self.routing
-        sizes = layer_sizes(self.layout, self.parameters, hidden, weights)
-        return decide_once(
-            lambda: make_routing(
+
+        def decide() -> Routing:
+            footprint = None
+            if self.options.budget_bytes is not None:
+                sizes = layer_sizes(self.layout, self.parameters, hidden, weights)
+                footprint = partial(dispatch_bytes, sizes)
+            return make_routing(
                 ids,
                 experts=self.experts,
                 group=self.group,
                 options=self.options,
-                footprint=partial(dispatch_bytes, sizes),
+                footprint=footprint,
             )
-        )
+
+        return decide_once(decide)
 
 
 class _Dispatch(torch.autograd.Function):

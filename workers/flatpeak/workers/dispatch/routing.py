@@ -60,15 +60,21 @@ class Routing:
     def extent(self, tokens: int) -> Extent:
         """The sizes of this rank, which has `tokens` tokens in the layer."""
         chunks = self.chunks
+        computed = [list(map(sum, zip(c.own_routes, c.landed_routes, strict=True))) for c in chunks]
         return Extent(
             tokens=max(len(range(tokens)[chunk.tokens]) for chunk in chunks),
             sent=max(sum(chunk.send) for chunk in chunks),
+            sent_to_one=max(max(chunk.send) for chunk in chunks),
             received=max(sum(chunk.receive) for chunk in chunks),
-            computed=max(sum(chunk.own_routes) + sum(chunk.landed_routes) for chunk in chunks),
+            computed=max(map(sum, computed)),
+            computed_by_one=max(max(routes, default=0) for routes in computed),
             chunks=len(chunks),
             layer_tokens=tokens,
             foreign=len(self.plan.foreign[self.rank]),
             most_foreign=max(map(len, self.plan.foreign)),
+            leaving=self.plan.leaving(self.rank),
+            ranks=self.plan.ranks,
+            instances=self.plan.first_instance[-1],
         )
 
     def label(self, expert_ids: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,242 @@
+"""What dispatch takes is what its footprint says, and stays within the budget."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from flatpeak.workers.dispatch import DispatchOptions, assumed_routing, moe_forward
+from flatpeak.workers.dispatch.experts import accurate, read_layout
+from flatpeak.workers.dispatch.footprint import dispatch_bytes, layer_sizes
+from flatpeak.workers.errors import InputError
+from flatpeak.workers.memory import PeakMeter
+from flatpeak.workers.partition import part
+from moe_families import FAMILIES, PlainExperts, profile, random_ids
+from ranks import run_ranks
+
+EXPERTS, K = 32, 8
+FULL, HALF = torch.float32, torch.bfloat16
+DTYPES = {"fp32": (FULL, FULL), "bf16": (HALF, HALF), "bf16, experts fp32": (HALF, FULL)}
+MOVING = DispatchOptions(min_chunk=64, max_foreign_experts=2)
+
+
+def local_experts(
+    family: str, ranks: int, rank: int, held: torch.dtype, *, hidden: int, intermediate: int
+) -> torch.nn.Module:
+    """One rank's slice, of which only the sizes matter."""
+    make = PlainExperts if family == "plain" else FAMILIES[family].make
+    start, stop = part(EXPERTS, ranks, rank)
+    torch.set_default_dtype(held)
+    try:
+        module = make(stop - start, hidden=hidden, intermediate=intermediate)
+    finally:
+        torch.set_default_dtype(FULL)
+    module.num_experts = EXPERTS
+    return module
+
+
+def increment_and_footprint(
+    ids: Sequence[torch.Tensor],
+    options: DispatchOptions,
+    *,
+    rank: int = 0,
+    family: str = "plain",
+    dtypes: tuple[torch.dtype, torch.dtype] = (FULL, FULL),
+    hidden_size: int = 512,
+    intermediate: int = 192,
+) -> tuple[int, int]:
+    """Peak bytes above inputs, output and gradients in forward and backward, and those foretold."""
+    dtype, held = dtypes
+    ranks, tokens = len(ids), len(ids[rank])
+    routing = assumed_routing(ids, rank=rank, experts=EXPERTS, options=options)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        with FakeTensorMode():
+            module = local_experts(
+                family, ranks, rank, held, hidden=hidden_size, intermediate=intermediate
+            )
+            hidden = torch.empty(tokens, hidden_size, dtype=dtype, requires_grad=True)
+            weights = torch.empty(tokens, K, requires_grad=True)
+            layout = read_layout(module)
+            parameters = [module.get_parameter(name) for name in layout.names]
+            with PeakMeter() as meter:
+                output = moe_forward(
+                    module,
+                    hidden,
+                    torch.empty(tokens, K, dtype=torch.long),
+                    weights,
+                    group=dist.group.WORLD,
+                    options=options,
+                    routing=routing,
+                    grad_sink=lambda parameter, gradient: None,
+                )
+                output.backward(torch.empty_like(output))
+                peak = meter.peaks()["dispatch"]
+            results = output.nbytes + hidden.nbytes + weights.nbytes
+            results += sum(p.numel() * accurate(p.dtype).itemsize for p in parameters)
+            sizes = layer_sizes(layout, parameters, hidden, weights)
+            return peak - results, dispatch_bytes(sizes, routing.extent(tokens))
+    finally:
+        dist.destroy_process_group()
+
+
+def assert_foretold(increment: int, footprint: int) -> None:
+    assert increment <= footprint <= 1.05 * increment
+
+
+def spread(ranks: int, tokens: int) -> list[torch.Tensor]:
+    return [random_ids(tokens, EXPERTS, K, seed=rank) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_footprint_of_every_family_is_what_it_takes(
+    family: str, dtypes: tuple[torch.dtype, torch.dtype]
+):
+    options = replace(MOVING, tokens_per_chunk=256)
+    assert_foretold(*increment_and_footprint(spread(2, 512), options, family=family, dtypes=dtypes))
+
+
+@pytest.mark.parametrize("dtypes", [(FULL, FULL), (HALF, FULL)], ids=["fp32", "mixed"])
+@pytest.mark.parametrize("tokens_per_chunk", [None, 128], ids=["one chunk", "four chunks"])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_the_footprint_holds_for_any_ranks_and_chunks(
+    ranks: int, tokens_per_chunk: int | None, dtypes: tuple[torch.dtype, torch.dtype]
+):
+    options = replace(MOVING, tokens_per_chunk=tokens_per_chunk)
+    assert_foretold(*increment_and_footprint(spread(ranks, 512), options, dtypes=dtypes))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("hot", [(80, 4), (100, 1)], ids=["80/4", "all to one expert"])
+@pytest.mark.parametrize("rank", [0, 3], ids=["overloaded owner", "helper"])
+def test_the_footprint_counts_experts_that_move(
+    rank: int, hot: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]
+):
+    ids = [profile(512, EXPERTS, K, *hot)] * 4
+    options = replace(MOVING, tokens_per_chunk=256)
+    plan = assumed_routing(ids, rank=rank, experts=EXPERTS, options=options).plan
+    assert plan.foreign[rank] if rank else plan.leaving(rank)
+    assert_foretold(*increment_and_footprint(ids, options, rank=rank, dtypes=dtypes))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+def test_the_footprint_holds_for_a_rank_that_computes_nothing(
+    dtypes: tuple[torch.dtype, torch.dtype],
+):
+    ids = [profile(512, EXPERTS, K, 100, 1)] * 4
+    options = DispatchOptions(tokens_per_chunk=256, max_foreign_experts=0)
+    assert_foretold(*increment_and_footprint(ids, options, rank=3, dtypes=dtypes))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "tokens_per_chunk"),
+    [(1024, 48, 256), (128, 512, 256), (64, 32, 256), (256, 192, 2)],
+    ids=["wide rows", "wide experts", "narrow rows", "two tokens at once"],
+)
+def test_the_footprint_holds_for_any_shape(
+    hidden: int, intermediate: int, tokens_per_chunk: int, dtypes: tuple[torch.dtype, torch.dtype]
+):
+    ids = spread(2, 8 if tokens_per_chunk == 2 else 768)
+    options = replace(MOVING, tokens_per_chunk=tokens_per_chunk)
+    assert_foretold(
+        *increment_and_footprint(
+            ids, options, dtypes=dtypes, hidden_size=hidden, intermediate=intermediate
+        )
+    )
+
+
+HIDDEN, INTERMEDIATE = 64, 48
+PROFILES = {"balanced": (0, 1), "80/4": (80, 4), "all to one expert": (100, 1)}
+
+
+def _within_budgets(
+    rank: int, ids: list[torch.Tensor], budgets: list[int]
+) -> list[tuple[int, int]]:
+    """The increment and the number of chunks under each budget."""
+    module = local_experts("plain", len(ids), rank, FULL, hidden=HIDDEN, intermediate=INTERMEDIATE)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    return [_measured(module, ids[rank], budget) for budget in budgets]
+
+
+def _measured(module: torch.nn.Module, ids: torch.Tensor, budget: int) -> tuple[int, int]:
+    options = replace(MOVING, budget_bytes=budget, min_chunk=1)
+    hidden = torch.randn(len(ids), HIDDEN, requires_grad=True)
+    weights = torch.rand(len(ids), K, requires_grad=True)
+    exchanges = 0
+    plain = dist.all_to_all_single
+
+    def counting(*args: object, **kwargs: object) -> object:
+        nonlocal exchanges
+        exchanges += 1
+        return plain(*args, **kwargs)
+
+    dist.all_to_all_single = counting
+    try:
+        with PeakMeter() as meter:
+            output = moe_forward(
+                module,
+                hidden,
+                ids,
+                weights,
+                group=dist.group.WORLD,
+                options=options,
+                grad_sink=lambda parameter, gradient: None,
+            )
+            forward_exchanges = exchanges
+            output.backward(torch.ones_like(output))
+            peak = meter.peaks()["dispatch"]
+    finally:
+        dist.all_to_all_single = plain
+    parameters = sum(parameter.nbytes for parameter in module.parameters())
+    results = output.nbytes + hidden.nbytes + weights.nbytes + parameters
+    return peak - results, forward_exchanges // 2
+
+
+@pytest.mark.parametrize("hot", PROFILES.values(), ids=PROFILES)
+def test_every_rank_stays_within_its_budget_and_cuts_no_finer_than_it_asks(hot: tuple[int, int]):
+    ids = [profile(tokens, EXPERTS, K, *hot) for tokens in (400, 300)]
+    budgets = [int(2**20 * mib) for mib in (0.8, 1.0, 1.5, 2.5, 20)]
+    by_rank = run_ranks(2, _within_budgets, ids, budgets)
+    for measured in by_rank:
+        for budget, (increment, _) in zip(budgets, measured, strict=True):
+            assert increment <= budget
+    chunks = [[count for _, count in measured] for measured in by_rank]
+    assert chunks[0] == chunks[1]
+    assert chunks[0] == sorted(chunks[0], reverse=True)
+    assert chunks[0][0] > chunks[0][1] > chunks[0][-1] == 1
+    # The tighter ones are made use of.
+    fullest = [max(increments) for increments in zip(*by_rank, strict=True)]
+    for budget, (increment, count) in zip(budgets, fullest, strict=True):
+        assert count == 1 or increment > 0.7 * budget
+
+
+def _refusal(rank: int, ids: list[torch.Tensor]) -> str:
+    with pytest.raises(InputError) as refused:
+        _within_budgets(rank, ids, [1000])
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("hot", PROFILES.values(), ids=PROFILES)
+def test_a_budget_below_one_token_at_a_time_is_refused_with_one_that_works(hot: tuple[int, int]):
+    ids = [profile(tokens, EXPERTS, K, *hot) for tokens in (12, 9)]
+    first, second = run_ranks(2, _refusal, ids)
+    assert first == second
+    assert "dispatch budget_bytes is 1000, but one token at a time takes" in first
+    smallest = int(first.split("the smallest legal value is ")[1].split(",")[0])
+    for ((increment, _),) in run_ranks(2, _within_budgets, ids, [smallest]):
+        assert increment <= smallest
+    refused = run_ranks(2, _refused_below, ids, smallest)
+    assert refused == [True, True]
+
+
+def _refused_below(rank: int, ids: list[torch.Tensor], smallest: int) -> bool:
+    with pytest.raises(InputError, match=f"the smallest legal value is {smallest}"):
+        _within_budgets(rank, ids, [smallest - 1])
+    return True
