@@ -166,7 +166,7 @@ def test_ratios_are_the_largest_over_the_cases_that_they_are_about():
         cell("ours", 8, "80/16", 512, increment_bytes=0.1, peak_bytes=0.4, seconds=2),
         cell("ours", 2, "80/16", 128, increment_bytes=7, seconds=6),
     ]
-    assert ratios(rows, 512) == {
+    assert ratios(rows, 512, (128, 64)) == {
         "increment_vs_llep_max": 0.5,
         "peak_vs_llep_ep8_max": 0.4,
         "increment_growth_on_doubling_n": 1.5,
@@ -174,7 +174,7 @@ def test_ratios_are_the_largest_over_the_cases_that_they_are_about():
         "time_vs_plain_ep_skewed_max": 3,
         "time_vs_llep_small": 6,
     }
-    assert set(ratios([], 512).values()) == {None}
+    assert set(ratios([], 512, (128,)).values()) == {None}
 
 
 def alter(value: torch.Tensor, by: float) -> torch.Tensor:
