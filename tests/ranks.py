@@ -20,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-_RANK_TIMEOUT_S = 150.0
+TIMEOUT_S = 150.0
 
 
 def _serve(pipe: Any, paths: list[str]) -> None:
@@ -30,14 +30,14 @@ def _serve(pipe: Any, paths: list[str]) -> None:
 
     torch.set_num_threads(1)
     while (job := pipe.recv()) is not None:
-        rank, world, store, call = job
+        rank, world, store, timeout_s, call = job
         try:
             dist.init_process_group(
                 "gloo",
                 store=dist.FileStore(store, world),
                 rank=rank,
                 world_size=world,
-                timeout=timedelta(seconds=_RANK_TIMEOUT_S),
+                timeout=timedelta(seconds=timeout_s),
             )
             fn, args = cloudpickle.loads(call)
             pipe.send((True, cloudpickle.dumps(fn(rank, *args))))
@@ -69,7 +69,9 @@ class _Pool:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def run(self, world: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+    def run(
+        self, world: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
+    ) -> list[Any]:
         self._grow(world)
         # The ranks cannot import a test module: ship its functions by value.
         module = sys.modules.get(fn.__module__)
@@ -79,16 +81,16 @@ class _Pool:
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
             for rank in range(world):
-                self._pipes[rank].send((rank, world, store, call))
+                self._pipes[rank].send((rank, world, store, timeout_s, call))
             try:
-                return self._collect(world)
+                return self._collect(world, timeout_s)
             except BaseException:
                 self.close()  # the other ranks may hang in a collective: start afresh
                 raise
 
-    def _collect(self, world: int) -> list[Any]:
+    def _collect(self, world: int, timeout_s: float) -> list[Any]:
         results: dict[int, Any] = {}
-        deadline = time.monotonic() + _RANK_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while len(results) < world:
             waiting = {self._pipes[rank]: rank for rank in range(world) if rank not in results}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -113,5 +115,7 @@ _pool = _Pool()
 atexit.register(_pool.close)
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    return _pool.run(world, fn, args)
+def run_ranks(
+    world: int, fn: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S
+) -> list[Any]:
+    return _pool.run(world, fn, args, timeout_s)

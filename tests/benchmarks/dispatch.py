@@ -39,9 +39,10 @@ DEFAULTS = {
     "experts": 128,
     "top_k": 8,
     "dtype": "float32",
-    "repeats": 3,
+    "repeats": 3,  # 0 measures bytes alone
 }
 TOLERANCES = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 3e-2}
+TIMEOUT_S = 1800.0  # large layers on few cores
 COMPARED = ("ours", "llep", "plain_ep")
 
 
@@ -100,15 +101,18 @@ def with_budget(case: Case, share: float) -> Case:
     """The case with a budget for our method, in its options: a share of LLEP's increment."""
     if not share:
         return case
-    llep = run_ranks(case.ranks, metered_alone, case, "llep")
+    llep = run_ranks(case.ranks, metered_alone, case, "llep", timeout_s=TIMEOUT_S)
     budget = int(share * max(figures.increment_bytes for figures in llep))
     return replace(case, options=replace(case.options, budget_bytes=budget))
 
 
 def measure(case: Case, repeats: int) -> list[dict]:
     """One row a method."""
-    metered = run_ranks(case.ranks, metered_rank, case)
-    timed = run_ranks(case.ranks, timed_rank, case, repeats)
+    metered = run_ranks(case.ranks, metered_rank, case, timeout_s=TIMEOUT_S)
+    if repeats:
+        timed = run_ranks(case.ranks, timed_rank, case, repeats, timeout_s=TIMEOUT_S)
+    else:
+        timed = [{name: [] for name in COMPARED}] * case.ranks
     return [
         row(case, name, [rank[name] for rank in metered], [rank[name] for rank in timed])
         for name in COMPARED
@@ -122,7 +126,7 @@ def growth(case: Case, ours: dict) -> float:
         case.options, budget_bytes=None, tokens_per_chunk=chunk, max_chunks=2 * case.tokens
     )
     doubled = replace(case, tokens=2 * case.tokens, options=options)
-    twice = run_ranks(case.ranks, metered_alone, doubled, "ours")
+    twice = run_ranks(case.ranks, metered_alone, doubled, "ours", timeout_s=TIMEOUT_S)
     return max(map(bounded, twice)) / ours["bounded_bytes"]
 
 
@@ -221,7 +225,7 @@ def row(
 ) -> dict[str, Any]:
     # A pass takes as long as its slowest rank.
     walls = [max(wall for wall, _ in turn) for turn in zip(*timed, strict=True)]
-    busiest = max(statistics.median(cpu for _, cpu in turns) for turns in timed)
+    busiest = max(statistics.median(cpu for _, cpu in turns) for turns in timed) if walls else None
     fullest = max(ranks, key=lambda figures: figures.increment_bytes)
     sent = [figures.sent_bytes for figures in ranks]
     return {
@@ -235,9 +239,9 @@ def row(
         "foreign_bytes": fullest.foreign_bytes,
         "bounded_bytes": max(map(bounded, ranks)),
         "growth": None,
-        "seconds": statistics.median(walls),
-        "seconds_min": min(walls),
-        "seconds_max": max(walls),
+        "seconds": statistics.median(walls) if walls else None,
+        "seconds_min": min(walls, default=None),
+        "seconds_max": max(walls, default=None),
         "cpu_seconds": busiest,
         "send_ratio": max(sent) * len(sent) / sum(sent) if sum(sent) else None,
         "chunks": ranks[0].chunks,
@@ -256,6 +260,7 @@ def ratios(rows: list[dict], tokens: int, small: Sequence[int]) -> dict[str, flo
             mine[figure] / cells[(other, *case)][figure]
             for (method, *case), mine in cells.items()
             if method == "ours"
+            and mine[figure] is not None
             and mine["tokens"] == tokens
             and all(accepts(mine[key]) for key, accepts in where.items())
         ]
@@ -280,7 +285,7 @@ def progress(row: dict) -> str:
     return (
         f"{row['ranks']} ranks, {row['tokens']} tokens, {row['profile']}: {row['method']} took "
         f"{row['increment_bytes'] / 2**20:.1f} MiB above {row['resident_bytes'] / 2**20:.1f}, "
-        f"{row['seconds']:.3f} s, error {row['error']:.1g}"
+        f"{row['seconds'] or 0:.3f} s, error {row['error']:.1g}"
     )
 
 

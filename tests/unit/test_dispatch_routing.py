@@ -244,10 +244,16 @@ def test_an_id_without_an_expert_on_one_rank_is_refused_on_all_ranks():
         ("max_foreign_experts", -1, "0"),
         ("capacity_factor", 0.9, "1.0"),
         ("balance_above", float("nan"), "1.0"),
+        ("budget_bytes", 0, "1"),
+        ("tokens_per_chunk", "4", "1"),
+        ("max_chunks", 2.0, "1"),
+        ("max_foreign_experts", True, "0"),
     ],
 )
 def test_an_option_below_its_range_is_refused_with_the_smallest_legal_value(
     name: str, value: float, smallest: str
 ):
-    with pytest.raises(InputError, match=f"{name} is {value}; the smallest legal .* {smallest}$"):
+    with pytest.raises(
+        InputError, match=f"{name} is {value!r}; .* smallest legal value is {smallest}$"
+    ):
         DispatchOptions(**{name: value})  # type: ignore[arg-type]

@@ -265,4 +265,6 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
+    if isinstance(value, list | tuple) and value:  # one figure a rank, say: JSON has them all
+        return f"{_cell(min(value))} to {_cell(max(value))}"
     return f"{value:.4g}" if isinstance(value, float) else str(value).partition("\n")[0]

@@ -29,20 +29,23 @@ class DispatchOptions:
     """Experts of other ranks that one rank holds at once; 0 never moves weights."""
 
     def __post_init__(self) -> None:
-        self._at_least("max_chunks", 1)
-        self._at_least("capacity_factor", 1.0)
-        self._at_least("min_chunk", 1)
-        self._at_least("balance_above", 1.0)
-        self._at_least("max_foreign_experts", 0)
-        if self.tokens_per_chunk is not None:
-            self._at_least("tokens_per_chunk", 1)
-        if self.budget_bytes is not None:
-            self._at_least("budget_bytes", 1)
-        if self.receive_rows is not None:
-            # A token takes one row a destination, however many of its experts live there.
-            self._at_least("receive_rows", 1)
+        for name in ("max_chunks", "min_chunk"):
+            self._check(name, int, 1)
+        self._check("max_foreign_experts", int, 0)
+        for name in ("capacity_factor", "balance_above"):
+            self._check(name, float, 1.0)
+        # A token takes one row a destination, however many of its experts live there.
+        for name in ("tokens_per_chunk", "budget_bytes", "receive_rows"):
+            if getattr(self, name) is not None:
+                self._check(name, int, 1)
 
-    def _at_least(self, name: str, smallest: float) -> None:
+    def _check(self, name: str, kind: type, smallest: float) -> None:
         value = getattr(self, name)
-        if not value >= smallest:
-            raise InputError(f"dispatch {name} is {value}; the smallest legal value is {smallest}")
+        fits = type(value) is int or (kind is float and type(value) is float)
+        # Written so that NaN is refused too.
+        if not (fits and value >= smallest):
+            what = "an integer" if kind is int else "a number"
+            raise InputError(
+                f"dispatch {name} is {value!r}; it should be {what}, and the smallest legal value "
+                f"is {smallest}"
+            )
