@@ -21,6 +21,8 @@ from dispatch_measures import clock, dense_results, error, freed_memory_kept, me
 from dispatch_methods import BALANCED, METHODS, Case, Work, least_loaded, make_work
 from flatpeak.workers.dispatch import DispatchOptions, DispatchPlan
 from flatpeak.workers.dispatch.assignment import plan_native
+from flatpeak.workers.dispatch.experts import read_layout
+from flatpeak.workers.dispatch.footprint import layer_sizes, smallest_budget
 from flatpeak.workers.errors import InputError
 from ranks import run_ranks
 
@@ -64,6 +66,9 @@ def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
 
 
 def make_case(config: dict, ranks: int, profile: str, tokens: int) -> Case:
+    for name, value in (("ranks", ranks), ("tokens", tokens), ("experts", config["experts"])):
+        if value < 1:
+            raise InputError(f"--{name} {value}: should be 1 or more")
     if config["dtype"] not in TOLERANCES:
         raise InputError(f"--dtype {config['dtype']}: there are {', '.join(TOLERANCES)}")
     check_profile(profile, config["experts"])
@@ -103,7 +108,22 @@ def with_budget(case: Case, share: float) -> Case:
         return case
     llep = run_ranks(case.ranks, metered_alone, case, "llep", timeout_s=TIMEOUT_S)
     budget = int(share * max(figures.increment_bytes for figures in llep))
+    budget = max(budget, least_budget(case))
     return replace(case, options=replace(case.options, budget_bytes=budget))
+
+
+def least_budget(case: Case) -> int:
+    """What holds for any routing: foreign experts alone may take more than a share of little."""
+    work = make_work(case, 0, group=None)
+    parameters = list(work.parameters.values())
+    sizes = layer_sizes(read_layout(work.experts), parameters, work.hidden, work.weights)
+    return smallest_budget(
+        sizes,
+        experts=case.experts,
+        ranks=case.ranks,
+        tokens=case.tokens,
+        max_foreign=case.options.max_foreign_experts,
+    )
 
 
 def measure(case: Case, repeats: int) -> list[dict]:

@@ -15,7 +15,15 @@ from flatpeak.workers.dispatch.footprint import dispatch_bytes, layer_sizes
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.memory import PeakMeter
 from flatpeak.workers.partition import part
-from moe_families import FAMILIES, PlainExperts, profile, random_ids
+from moe_families import (
+    FAMILIES,
+    PlainExperts,
+    assert_close,
+    make_experts,
+    make_tokens,
+    profile,
+    random_ids,
+)
 from ranks import run_ranks
 
 EXPERTS, K = 32, 8
@@ -240,3 +248,13 @@ def _refused_below(rank: int, ids: list[torch.Tensor], smallest: int) -> bool:
     with pytest.raises(InputError, match=f"the smallest legal value is {smallest}"):
         _within_budgets(rank, ids, [smallest - 1])
     return True
+
+
+def test_an_evaluation_without_autograd_keeps_a_budget_too():
+    module, tokens = make_experts("plain", 6), make_tokens(random_ids(23, 6, 3))
+    options = DispatchOptions(budget_bytes=200_000)
+    with torch.inference_mode():
+        output = moe_forward(
+            module, tokens.hidden, tokens.ids, tokens.weights, group=None, options=options
+        )
+        assert_close(output, module(tokens.hidden, tokens.ids, tokens.weights), "output")

@@ -244,6 +244,7 @@ def test_an_id_without_an_expert_on_one_rank_is_refused_on_all_ranks():
         ("max_foreign_experts", -1, "0"),
         ("capacity_factor", 0.9, "1.0"),
         ("balance_above", float("nan"), "1.0"),
+        ("capacity_factor", float("inf"), "1.0"),
         ("budget_bytes", 0, "1"),
         ("tokens_per_chunk", "4", "1"),
         ("max_chunks", 2.0, "1"),

@@ -167,7 +167,7 @@ class ParallelSpec(Section):
 
 class DispatchSpec(Section):
     budget_bytes: Count | Auto = "auto"
-    """Most dispatch may take, chunk by chunk; less costs time. auto: device_budget_bytes / 8."""
+    """Most above inputs and results; less means more chunks. auto: device_budget_bytes / 8."""
     tokens_per_chunk: Count | Auto = "auto"
     """Tokens whose routes travel at once; auto takes as many as the budget allows."""
     max_chunks: Count = 64

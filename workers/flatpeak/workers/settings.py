@@ -97,7 +97,7 @@ def check_dispatch_budget(spec: "Spec", model: PreTrainedModel) -> None:
         return
     foreign = section.max_foreign_experts
     needs = f"one token at a time and {foreign} foreign experts take {least:,} bytes"
-    fewer = "lower memory.dispatch.max_foreign_experts" if foreign else "use fewer workers"
+    fewer = "lower memory.dispatch.max_foreign_experts" if foreign else "use more microbatches"
     if section.budget_bytes == "auto":
         raise DoesNotFit(
             f"an {DISPATCH_SHARE}th of memory.device_budget_bytes is {budget:,}, too little for "

@@ -58,8 +58,11 @@ def make_buffers(extent: Extent, rows: RowFormat, device: torch.device) -> Buffe
     return _carve(slab, extent, rows)
 
 
+_NOTHING = torch.empty(0)
+
+
 class _Slab:
-    """Hands out consecutive pieces of `memory`; without memory, tensors that only have a shape."""
+    """Hands out consecutive pieces of `memory`; without memory it only adds them up."""
 
     def __init__(self, memory: torch.Tensor | None = None) -> None:
         self._memory = memory
@@ -71,7 +74,7 @@ class _Slab:
         self._next += aligned(nbytes)
         self.used = max(self.used, self._next)
         if self._memory is None:
-            return torch.empty(shape, dtype=dtype, device="meta")
+            return _NOTHING
         return self._memory[start : start + nbytes].view(dtype).view(shape)
 
     def rewind(self) -> None:

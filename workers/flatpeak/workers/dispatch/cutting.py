@@ -98,7 +98,8 @@ class Bounds:
 
         Raises `InputError` if one token at a time is still too much.
         """
-        worst = _extents(cut, table, plan, tokens)
+        # Ranks alike are looked at once.
+        worst = list(dict.fromkeys(_extents(cut, table, plan, tokens)))
         if all(self._holds(extent) for extent in worst):
             return None
         most = max(tokens)

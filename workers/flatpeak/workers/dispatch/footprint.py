@@ -98,13 +98,13 @@ def _gate_values(layout: ExpertLayout, columns: int) -> int:
     return _measured[owner]
 
 
-@torch.enable_grad()
 def _sample_gate(layout: ExpertLayout, columns: int) -> int:
     def kept(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     # Neither the checkpoint nor the offload of the layer may see what the sample saves.
-    with saved_tensors_hooks(kept, kept), PeakMeter() as meter:
+    hidden = saved_tensors_hooks(kept, kept)
+    with torch.inference_mode(False), torch.enable_grad(), hidden, PeakMeter() as meter:
         up = torch.zeros(_SAMPLE, columns, dtype=torch.float32, device="cpu").requires_grad_()
         inner = layout.activate(up)
         torch.autograd.grad(inner, up, torch.zeros_like(inner))
@@ -184,7 +184,7 @@ def smallest_budget(
 
     `tokens` are those of a rank in a layer, `experts` those of all ranks.
     """
-    foreign = max_foreign if ranks > 1 else 0
+    foreign = min(max_foreign, experts - experts // ranks)
     one_token = Extent(
         tokens=1,
         sent=min(sizes.k, ranks - 1),

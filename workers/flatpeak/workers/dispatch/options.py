@@ -1,6 +1,7 @@
 """What a job may choose about expert dispatch. Fixed at launch, the same on every rank."""
 
 from dataclasses import dataclass
+from math import inf
 
 from flatpeak.workers.errors import InputError
 
@@ -43,7 +44,7 @@ class DispatchOptions:
         value = getattr(self, name)
         fits = type(value) is int or (kind is float and type(value) is float)
         # Written so that NaN is refused too.
-        if not (fits and value >= smallest):
+        if not (fits and inf > value >= smallest):
             what = "an integer" if kind is int else "a number"
             raise InputError(
                 f"dispatch {name} is {value!r}; it should be {what}, and the smallest legal value "

@@ -51,7 +51,8 @@ def moe_forward(
     grad_sink: called in backward with each parameter and its finished gradient, in fp32 and summed
         over the group, instead of handing it to autograd.
     value_needed_in_recompute: False where nothing else in a checkpointed layer reads the output's
-        value: the recomputation then returns NaN without doing the work.
+        value: the recomputation then returns NaN without doing the work. It is known by the
+        checkpoint's `context_fn`, which must be `workers.recompute.checkpoint_contexts`.
     routing: what the ranks would agree on, for simulation (see `assumed_routing`).
     lanes: where compute and travel are issued; None takes those of the device.
     on_routing: called with what the ranks agreed on, once a forward pass, recomputations left out.
@@ -64,11 +65,12 @@ def moe_forward(
         read_layout(experts), experts, group, options, grad_sink, routing, lanes, on_routing
     )
     layer.check_slices()
-    if expert_weights.shape != expert_ids.shape or len(hidden) != len(expert_ids):
+    fits = hidden.dim() == expert_ids.dim() == 2 and len(hidden) == len(expert_ids)
+    if not fits or expert_weights.shape != expert_ids.shape or expert_ids.is_floating_point():
         raise InputError(
             f"hidden {tuple(hidden.shape)}, expert_ids {tuple(expert_ids.shape)} and "
             f"expert_weights {tuple(expert_weights.shape)} do not belong together: pass "
-            "[N, H], [N, k] and [N, k]"
+            "[N, H], integers [N, k] and [N, k]"
         )
     skip = is_recomputing() and not value_needed_in_recompute
     return _Dispatch.apply(layer, skip, hidden, expert_ids, expert_weights, *layer.parameters)  # type: ignore[return-value]
