@@ -46,6 +46,10 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
     narrow = b.dtype
     if _multiplies_narrow(b):
         torch.addmm(total, a.to(narrow), b, out_dtype=torch.float32, out=total)
+    elif len(a) == 1:
+        # For a single row BLAS takes another path, which loses digits in long sums on some CPUs:
+        # 7e-6 where the same row beside a second one was off by 2e-7.
+        total.add_(torch.mm(a.float().expand(2, -1), b.float())[:1])
     else:
         total.addmm_(a.float(), b.float())
 

@@ -54,7 +54,9 @@ def slab_bytes(extent: Extent, rows: RowFormat) -> int:
 
 
 def make_buffers(extent: Extent, rows: RowFormat, device: torch.device) -> Buffers:
-    slab = _Slab(torch.empty(slab_bytes(extent, rows), dtype=torch.uint8, device=device))
+    # In elements of the rows, so that who watches the sizes of tensors sees how many there are.
+    elements = slab_bytes(extent, rows) // rows.dtype.itemsize
+    slab = _Slab(torch.empty(elements, dtype=rows.dtype, device=device).view(torch.uint8))
     return _carve(slab, extent, rows)
 
 
