@@ -98,6 +98,8 @@ class Bounds:
 
         Raises `InputError` if one token at a time is still too much.
         """
+        if self.options.receive_rows is None and self._budget is None:
+            return None
         # Ranks alike are looked at once.
         worst = list(dict.fromkeys(_extents(cut, table, plan, tokens)))
         if all(self._holds(extent) for extent in worst):
@@ -116,8 +118,12 @@ class Bounds:
             return Cut(cut.steps, min(plan.ranks, 2 * cut.groups))
         raise InputError(self._refusal(worst))
 
+    @property
+    def _budget(self) -> int | None:
+        return None if self.footprint is None else self.options.budget_bytes
+
     def _holds(self, extent: Extent) -> bool:
-        rows, budget = self.options.receive_rows, self.options.budget_bytes
+        rows, budget = self.options.receive_rows, self._budget
         if rows is not None and extent.received > rows:
             return False
         return budget is None or self.footprint is None or self.footprint(extent) <= budget
@@ -140,6 +146,7 @@ def _extents(
     routes = [table[:, :, ranks + a : ranks + b].sum(0) for a, b in pairwise(firsts)]
     sent, received = rows.sum(2).max(1).tolist(), rows.sum(0).max(0).tolist()
     sent_to_one = rows.max((1, 2)).tolist()
+    most_foreign = max(map(len, plan.foreign))
     return [
         Extent(
             tokens=ceil(tokens[rank] / cut.steps),
@@ -151,7 +158,7 @@ def _extents(
             chunks=cut.chunks,
             layer_tokens=tokens[rank],
             foreign=len(plan.foreign[rank]),
-            most_foreign=max(map(len, plan.foreign)),
+            most_foreign=most_foreign,
             leaving=plan.leaving(rank),
             ranks=ranks,
             instances=firsts[-1],
