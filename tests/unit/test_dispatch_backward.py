@@ -394,3 +394,35 @@ def test_parameters_that_are_not_the_local_slice_are_refused():
     module, tokens = slice_of(make_experts("plain", 4), 0, 2), make_tokens(random_ids(6, 4, 2))
     with pytest.raises(InputError, match="holds 2 experts, but rank 0 of 1 owns experts 0 to 3"):
         moe_forward(module, tokens.hidden, tokens.ids, tokens.weights, group=None, options=MOVING)
+
+
+@pytest.mark.parametrize("family", ["plain", "gpt-oss"])
+def test_autocast_around_a_layer_takes_no_digits(family: str):
+    module, tokens = make_experts(family, 6), make_tokens(random_ids(9, 6, 2))
+    wanted = results_of(module, tokens, _alone)
+    module.zero_grad()
+
+    def under_autocast(module: nn.Module, tokens: Tokens) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return _alone(module, tokens)
+
+    # The backward pass too, as where a trainer wraps its whole step.
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = results_of(module, tokens, under_autocast)
+    assert torch.equal(found.output, wanted.output)
+    assert torch.equal(found.hidden, wanted.hidden)
+    for name, gradient in wanted.parameters.items():
+        assert torch.equal(found.parameters[name], gradient)
+
+
+def _alone(module: nn.Module, tokens: Tokens) -> torch.Tensor:
+    return moe_forward(
+        module, tokens.hidden, tokens.ids, tokens.weights, group=None, options=DispatchOptions()
+    )
+
+
+def test_a_parameter_that_cannot_be_sent_is_refused_before_any_weight_moves():
+    module, tokens = make_experts("plain", 6), make_tokens(random_ids(9, 6, 2))
+    module.down_proj = nn.Parameter(module.down_proj.detach().mT.contiguous().mT)
+    with pytest.raises(InputError, match="down_proj has the strides"):
+        _alone(module, tokens)

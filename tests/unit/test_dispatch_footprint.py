@@ -1,6 +1,7 @@
 """What dispatch takes is what its footprint says, and stays within the budget."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,13 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from flatpeak.workers.dispatch import DispatchOptions, assumed_routing, moe_forward
+from flatpeak.workers.dispatch import DispatchOptions, Routing, assumed_routing, moe_forward
 from flatpeak.workers.dispatch.experts import accurate, read_layout
-from flatpeak.workers.dispatch.footprint import dispatch_bytes, layer_sizes
+from flatpeak.workers.dispatch.footprint import dispatch_bytes, layer_sizes, smallest_budget
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.memory import PeakMeter
 from flatpeak.workers.partition import part
+from flatpeak.workers.recompute import checkpoint_contexts
 from moe_families import (
     FAMILIES,
     PlainExperts,
@@ -56,6 +58,7 @@ def increment_and_footprint(
     dtypes: tuple[torch.dtype, torch.dtype] = (FULL, FULL),
     hidden_size: int = 512,
     intermediate: int = 192,
+    checkpointed: bool = True,
 ) -> tuple[int, int]:
     """Peak bytes above inputs, output and gradients in forward and backward, and those foretold."""
     dtype, held = dtypes
@@ -71,7 +74,8 @@ def increment_and_footprint(
             weights = torch.empty(tokens, K, requires_grad=True)
             layout = read_layout(module)
             parameters = [module.get_parameter(name) for name in layout.names]
-            with PeakMeter() as meter:
+            first_run = checkpoint_contexts()[0] if checkpointed else nullcontext()
+            with PeakMeter() as meter, first_run:
                 output = moe_forward(
                     module,
                     hidden,
@@ -133,6 +137,19 @@ def test_the_footprint_counts_experts_that_move(
 
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("rank", [0, 3], ids=["overloaded owner", "helper"])
+@pytest.mark.parametrize("tokens", [64, 512])
+def test_weights_that_stay_for_the_backward_pass_take_no_more(
+    tokens: int, rank: int, dtypes: tuple[torch.dtype, torch.dtype]
+):
+    ids = [profile(tokens, EXPERTS, K, 80, 4)] * 4
+    increment, footprint = increment_and_footprint(
+        ids, MOVING, rank=rank, dtypes=dtypes, checkpointed=False
+    )
+    assert increment <= footprint
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 def test_the_footprint_holds_for_a_rank_that_computes_nothing(
     dtypes: tuple[torch.dtype, torch.dtype],
 ):
@@ -164,47 +181,38 @@ PROFILES = {"balanced": (0, 1), "80/4": (80, 4), "all to one expert": (100, 1)}
 
 
 def _within_budgets(
-    rank: int, ids: list[torch.Tensor], budgets: list[int]
+    rank: int, ids: list[torch.Tensor], budgets: list[int], options: DispatchOptions = MOVING
 ) -> list[tuple[int, int]]:
     """The increment and the number of chunks under each budget."""
     module = local_experts("plain", len(ids), rank, FULL, hidden=HIDDEN, intermediate=INTERMEDIATE)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
-    return [_measured(module, ids[rank], budget) for budget in budgets]
+    given = (replace(options, budget_bytes=budget, min_chunk=1) for budget in budgets)
+    return [_measured(module, ids[rank], each) for each in given]
 
 
-def _measured(module: torch.nn.Module, ids: torch.Tensor, budget: int) -> tuple[int, int]:
-    options = replace(MOVING, budget_bytes=budget, min_chunk=1)
+def _measured(
+    module: torch.nn.Module, ids: torch.Tensor, options: DispatchOptions
+) -> tuple[int, int]:
     hidden = torch.randn(len(ids), HIDDEN, requires_grad=True)
     weights = torch.rand(len(ids), K, requires_grad=True)
-    exchanges = 0
-    plain = dist.all_to_all_single
-
-    def counting(*args: object, **kwargs: object) -> object:
-        nonlocal exchanges
-        exchanges += 1
-        return plain(*args, **kwargs)
-
-    dist.all_to_all_single = counting
-    try:
-        with PeakMeter() as meter:
-            output = moe_forward(
-                module,
-                hidden,
-                ids,
-                weights,
-                group=dist.group.WORLD,
-                options=options,
-                grad_sink=lambda parameter, gradient: None,
-            )
-            forward_exchanges = exchanges
-            output.backward(torch.ones_like(output))
-            peak = meter.peaks()["dispatch"]
-    finally:
-        dist.all_to_all_single = plain
+    agreed: list[Routing] = []
+    with PeakMeter() as meter:
+        output = moe_forward(
+            module,
+            hidden,
+            ids,
+            weights,
+            group=dist.group.WORLD,
+            options=options,
+            grad_sink=lambda parameter, gradient: None,
+            on_routing=agreed.append,
+        )
+        output.backward(torch.ones_like(output))
+        peak = meter.peaks()["dispatch"]
     parameters = sum(parameter.nbytes for parameter in module.parameters())
     results = output.nbytes + hidden.nbytes + weights.nbytes + parameters
-    return peak - results, forward_exchanges // 2
+    return peak - results, len(agreed[0].chunks)
 
 
 @pytest.mark.parametrize("hot", PROFILES.values(), ids=PROFILES)
@@ -233,19 +241,22 @@ def _refusal(rank: int, ids: list[torch.Tensor]) -> str:
 
 @pytest.mark.parametrize("hot", PROFILES.values(), ids=PROFILES)
 def test_a_budget_below_one_token_at_a_time_is_refused_with_one_that_works(hot: tuple[int, int]):
-    ids = [profile(tokens, EXPERTS, K, *hot) for tokens in (12, 9)]
+    # So many chunks that tables of them all would exceed it.
+    ids = [profile(tokens, EXPERTS, K, *hot) for tokens in (400, 90)]
     first, second = run_ranks(2, _refusal, ids)
     assert first == second
     assert "dispatch budget_bytes is 1000, but one token at a time takes" in first
-    smallest = int(first.split("the smallest legal value is ")[1].split(",")[0])
-    for ((increment, _),) in run_ranks(2, _within_budgets, ids, [smallest]):
+    smallest = int(first.split("the smallest legal value for it is ")[1].split(",")[0])
+    for ((increment, chunks),) in run_ranks(2, _within_budgets, ids, [smallest]):
+        print(increment, smallest, chunks)
         assert increment <= smallest
+        assert chunks >= 400
     refused = run_ranks(2, _refused_below, ids, smallest)
     assert refused == [True, True]
 
 
 def _refused_below(rank: int, ids: list[torch.Tensor], smallest: int) -> bool:
-    with pytest.raises(InputError, match=f"the smallest legal value is {smallest}"):
+    with pytest.raises(InputError, match=f"legal value for it is {smallest}"):
         _within_budgets(rank, ids, [smallest - 1])
     return True
 
@@ -258,3 +269,21 @@ def test_an_evaluation_without_autograd_keeps_a_budget_too():
             module, tokens.hidden, tokens.ids, tokens.weights, group=None, options=options
         )
         assert_close(output, module(tokens.hidden, tokens.ids, tokens.weights), "output")
+
+
+def test_bf16_on_a_device_takes_the_product_of_a_gradient_more():
+    module = local_experts("plain", 2, 0, HALF, hidden=HIDDEN, intermediate=INTERMEDIATE)
+    layout = read_layout(module)
+    parameters = [module.get_parameter(name) for name in layout.names]
+    hidden, weights = torch.empty(0, HIDDEN, dtype=HALF, device="meta"), torch.empty(0, K)
+    least = {
+        device: smallest_budget(
+            layer_sizes(layout, parameters, hidden, weights, device=torch.device(device)),
+            experts=EXPERTS,
+            ranks=2,
+            tokens=4,
+            max_foreign=0,
+        )
+        for device in ("cpu", "cuda")
+    }
+    assert least["cuda"] > least["cpu"]

@@ -93,7 +93,8 @@ class Products(TorchDispatchMode):
 
 @contextmanager
 def collectives_counted(counts: Counter[str]) -> Iterator[None]:
-    plain = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather")}
+    names = ("all_to_all_single", "all_gather", "batch_isend_irecv")
+    plain = {name: getattr(dist, name) for name in names}
 
     def counted(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -163,8 +164,8 @@ def test_a_skipped_recomputation_sends_nothing_and_none_agrees_on_routing_again(
     passes, chunks = LAYERS * MICROBATCHES, TOKENS // 40
     for with_skip, without in zip(skipped, needed, strict=True):
         for counts in (with_skip, without):
-            # Out and home; backward brings the gradients of the route weights home too.
-            assert counts["forward"]["all_to_all_single"] == passes * chunks * 2
+            # Sizes once, rows out and home; backward brings gradients of route weights home too.
+            assert counts["forward"]["all_to_all_single"] == passes * (1 + chunks * 2)
             assert counts["forward"]["all_gather"] >= passes
             assert counts["backward"]["all_gather"] == 0
         assert with_skip["backward"]["all_to_all_single"] == passes * chunks * 3
@@ -194,3 +195,29 @@ def test_many_layers_and_microbatches_take_what_one_layer_takes():
         assert peaks == [forward] + [backward] * MICROBATCHES
         assert not any(left + left_of_many)
         assert backward > forward > 0
+
+
+def _trades(rank: int, checkpointed: bool) -> tuple[int, int, bool]:
+    """Trades of weights and gradients in forward and in backward; whether a second backward pass
+    through the same graph gives the same gradient."""
+    ids = profile(TOKENS, EXPERTS, K, 60, 3)
+    layer = Layer(rank, 2, 0, value_needed=False, ids=ids)
+    hidden, counts = _input(rank, 0), Counter()
+    with collectives_counted(counts):
+        output = _forward([layer], hidden) if checkpointed else layer(hidden)
+        forward, before = counts["batch_isend_irecv"], hidden
+        output.sum().backward(retain_graph=True)
+        backward = counts["batch_isend_irecv"] - forward
+        first, hidden.grad = hidden.grad, None
+        output.sum().backward()
+    assert before.grad is not None
+    assert first is not None
+    return forward, backward, torch.equal(first, before.grad)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+def test_foreign_weights_stay_for_the_backward_pass_but_in_a_checkpoint(checkpointed: bool):
+    for forward, backward, equal in run_ranks(2, _trades, checkpointed):
+        assert forward == 1
+        assert backward == (2 if checkpointed else 1)  # gradients, and weights once more
+        assert equal

@@ -37,10 +37,14 @@ class _Watched:
 def exchanges_watched(
     issued: Callable[[torch.Tensor, torch.Tensor], Callable[[], None]],
 ) -> Iterator[None]:
-    """Call `issued(landing, rows)` at every all-to-all, and what it returns at the wait for it."""
+    """Call `issued(landing, rows)` at every exchange of rows; what it returns, at the wait for it.
+
+    Tables of sizes, which are exchanged before, are waited for on the spot."""
     plain = dist.all_to_all_single
 
-    def watched(landing: torch.Tensor, rows: torch.Tensor, *args: Any, **kwargs: Any) -> _Watched:
+    def watched(landing: torch.Tensor, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("async_op"):
+            return plain(landing, rows, *args, **kwargs)
         waited = issued(landing, rows)
         return _Watched(plain(landing, rows, *args, **kwargs), waited)
 

@@ -1,5 +1,8 @@
 """All ranks agree on the sizes of every chunk, and the receive cap holds for any routing."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 from flatpeak.workers.dispatch import DispatchOptions, Routing, assumed_routing, make_routing
 from flatpeak.workers.dispatch.assignment import DispatchPlan
 from flatpeak.workers.dispatch.cutting import Bounds
-from flatpeak.workers.dispatch.routing import agree
+from flatpeak.workers.dispatch.routing import _Together, agree, steps_at_once
 from flatpeak.workers.errors import InputError
 from moe_families import random_ids
 from ranks import run_ranks
@@ -86,7 +89,20 @@ def expected_labels(plan: DispatchPlan, ids: list[torch.Tensor]) -> list[torch.T
 def test_every_size_is_what_counting_the_labels_gives(
     routed: tuple[int, list[torch.Tensor]], chosen: DispatchOptions
 ):
-    experts, ids = routed
+    assert_counted(*routed, chosen)
+
+
+@pytest.mark.parametrize("foreign", [0, 2], ids=["native", "weights move"])
+def test_a_layer_of_more_chunks_than_are_counted_at_once_is_counted_whole(foreign: int):
+    ids = [random_ids(n, 900, 4, seed=n) for n in (23, 0, 9)]
+    chosen = DispatchOptions(
+        tokens_per_chunk=1, balance_above=1.0, min_chunk=1, max_foreign_experts=foreign
+    )
+    assert steps_at_once(900 + 3) < 23
+    assert_counted(900, ids, chosen)
+
+
+def assert_counted(experts: int, ids: list[torch.Tensor], chosen: DispatchOptions) -> None:
     views = routings(experts, ids, chosen)
     labels = expected_labels(views[0].plan, ids)
     owners = views[0].owners(torch.device("cpu")).tolist()
@@ -112,17 +128,37 @@ def test_every_size_is_what_counting_the_labels_gives(
             assert chunk.landed_routes == tuple(map(landed.count, local))
 
 
-class CountingGather:
-    """Gathers for one rank what another view of the same ranks has gathered, and counts rounds."""
+class Replay:
+    """Gives one rank what all ranks together exchanged, and counts rounds."""
 
-    def __init__(self, rank: int, stacks: list[torch.Tensor]) -> None:
-        self.rank, self.stacks, self.rounds = rank, stacks, 0
+    def __init__(self, rank: int, made: list[tuple[list[torch.Tensor], list[np.ndarray]]]) -> None:
+        self.rank, self.made, self.rounds = rank, made, 0
 
-    def __call__(self, tables: list[torch.Tensor]) -> torch.Tensor:
-        (own,), stack = tables, self.stacks[self.rounds]
-        assert torch.equal(own, stack[self.rank])
+    def gather(self, rows: list[torch.Tensor]) -> np.ndarray:
+        return self._next(rows)[0]
+
+    def deal(self, tables: list[torch.Tensor], widths: Sequence[int]) -> list[np.ndarray]:
+        return [self._next(tables)[self.rank]]
+
+    def _next(self, given: list[torch.Tensor]) -> list[np.ndarray]:
+        every, got = self.made[self.rounds]
+        (own,) = given
+        assert torch.equal(own, every[self.rank])
         self.rounds += 1
-        return stack
+        return got
+
+
+class Recorder(_Together):
+    def __init__(self) -> None:
+        self.made: list[tuple[list[torch.Tensor], list[np.ndarray]]] = []
+
+    def gather(self, rows: list[torch.Tensor]) -> np.ndarray:
+        self.made.append((rows, [super().gather(rows)]))
+        return self.made[-1][1][0]
+
+    def deal(self, tables: list[torch.Tensor], widths: Sequence[int]) -> list[np.ndarray]:
+        self.made.append((tables, super().deal(tables, widths)))
+        return self.made[-1][1]
 
 
 @pytest.mark.parametrize(
@@ -132,8 +168,8 @@ class CountingGather:
         (DispatchOptions(max_foreign_experts=0), 1),
         (DispatchOptions(max_foreign_experts=0, tokens_per_chunk=20), 1),
         (DispatchOptions(max_foreign_experts=0, tokens_per_chunk=8), 2),
-        (DispatchOptions(max_foreign_experts=0, receive_rows=100), 1),
-        (DispatchOptions(max_foreign_experts=0, receive_rows=7), 2),
+        (DispatchOptions(max_foreign_experts=0, receive_rows=100), 2),
+        (DispatchOptions(max_foreign_experts=0, receive_rows=7), 4),
         (DispatchOptions(balance_above=1.0, min_chunk=1), 2),
     ],
     ids=[
@@ -146,24 +182,17 @@ class CountingGather:
         "weights move",
     ],
 )
-def test_a_native_layer_of_one_chunk_takes_one_round_on_every_rank(
+def test_a_native_layer_of_one_chunk_takes_one_round_and_a_bound_one_more(
     chosen: DispatchOptions, rounds: int
 ):
     ids, experts = [random_ids(n, 6, 2, seed=n) % 5 for n in (16, 4, 0)], 6
-    stacks: list[torch.Tensor] = []
-
-    def gather_all(tables: list[torch.Tensor]) -> torch.Tensor:
-        stacks.append(torch.stack(tables))
-        return stacks[-1]
-
-    agree(dict(enumerate(ids)), gather_all, 0, len(ids), experts, Bounds(chosen, None))
-    for rank, expected in enumerate(routings(experts, ids, chosen)):
-        gather = CountingGather(rank, stacks)
-        assert (
-            agree({rank: ids[rank]}, gather, rank, len(ids), experts, Bounds(chosen, None))
-            == expected
-        )
-        assert gather.rounds == len(stacks) == rounds
+    together, bounds = Recorder(), Bounds(chosen, None)
+    expected = agree(dict(enumerate(ids)), together, len(ids), experts, bounds)
+    for rank in range(len(ids)):
+        replay = Replay(rank, together.made)
+        alone = agree({rank: ids[rank]}, replay, len(ids), experts, bounds)
+        assert alone == {rank: expected[rank]}
+        assert replay.rounds == len(together.made) == rounds
 
 
 @pytest.mark.parametrize("tokens", [0, 3], ids=["no tokens", "every token to every expert"])
@@ -232,6 +261,38 @@ def test_an_id_without_an_expert_on_one_rank_is_refused_on_all_ranks():
     assert messages[0] == messages[1]
     assert "rank 1" in messages[0]
     assert "ids must lie in [0, 5]" in messages[0]
+
+
+def _message_for_other_terms(rank: int) -> str:
+    with pytest.raises(InputError) as error:
+        make_routing(
+            torch.zeros(2, 1 + (rank == 1), dtype=torch.long),
+            experts=6,
+            group=dist.group.WORLD,
+            options=DispatchOptions(),
+            alike={"dtype": torch.float32, "k": 1 + (rank == 1)},
+        )
+    return str(error.value)
+
+
+def test_terms_that_differ_between_ranks_are_refused_on_all_of_them():
+    first, second, third = run_ranks(3, _message_for_other_terms)
+    assert first.startswith("k: 1 on rank 0 of the expert group, but something else on rank 1;")
+    assert second.startswith("k: 2 on rank 1 of the expert group, but something else on rank 0, 2;")
+    assert third.startswith("k: 1 on rank 2 of the expert group, but something else on rank 1;")
+
+
+def test_options_that_differ_between_ranks_are_refused():
+    messages = run_ranks(2, _message_for_other_options)
+    assert all("dispatch options: DispatchOptions(" in message for message in messages)
+
+
+def _message_for_other_options(rank: int) -> str:
+    options = DispatchOptions(max_foreign_experts=rank)
+    ids = torch.zeros(2, 1, dtype=torch.long)
+    with pytest.raises(InputError) as error:
+        make_routing(ids, experts=6, group=dist.group.WORLD, options=options)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,11 @@ def is_recomputing() -> bool:
     return bool(_run.again)
 
 
+def is_checkpointed() -> bool:
+    """Whether a checkpointed call runs, for the first time or again."""
+    return bool(_run.first or _run.again)
+
+
 def decide_once(decide: Callable[[], Decision]) -> Decision:
     """`decide()`; but inside a recomputation what the first run decided at this point.
 

@@ -84,6 +84,7 @@ def check_dispatch_budget(spec: "Spec", model: PreTrainedModel) -> None:
         [getattr(experts, name).to(dtype) for name in layout.names],
         torch.empty(0, config.hidden_size, dtype=dtype, device="meta"),
         torch.empty(0, config.num_experts_per_tok, device="meta"),
+        device=_likely_device(spec),
     )
     section = spec.memory.dispatch
     least = smallest_budget(
@@ -108,6 +109,13 @@ def check_dispatch_budget(spec: "Spec", model: PreTrainedModel) -> None:
         f"memory.dispatch.budget_bytes = {budget:,} is too little: {needs}. Set it to at least "
         f"{least:,}, or {fewer}"
     )
+
+
+def _likely_device(spec: "Spec") -> torch.device:
+    """Where the workers will run; CUDA, which takes more, where only the cluster knows."""
+    cluster = spec.cluster
+    here = cluster.address == "local" and not torch.cuda.is_available()
+    return torch.device("cpu" if cluster.device == "cpu" or here else "cuda")
 
 
 def tokens_of(spec: "Spec") -> int:

@@ -24,7 +24,7 @@ class Slot:
     """[received, H], what goes back for each landed row."""
     own: torch.Tensor | None
     """[tokens, H] sums of own tokens, where the result itself is not wide enough to add in."""
-    d_weights: torch.Tensor
+    d_route_weights: torch.Tensor
     """[tokens + received, k] gradients of route weights; empty in a forward pass."""
 
 
@@ -34,7 +34,7 @@ class Buffers:
     """[sent, bytes of a row]"""
     returned: torch.Tensor
     """[sent, H]"""
-    returned_d_weights: torch.Tensor
+    returned_d_route_weights: torch.Tensor
     """[sent, k]; empty in a forward pass."""
     wide: torch.Tensor | None
     """[received, H] sums, where the rows that go back are not wide enough to add in."""
@@ -96,23 +96,27 @@ def _carve(slab: _Slab, extent: Extent, rows: RowFormat) -> Buffers:
     def values(count: int, dtype: torch.dtype = rows.dtype) -> torch.Tensor:
         return slab.take((count, rows.hidden), dtype)
 
-    def d_weights(count: int) -> torch.Tensor:
+    def d_route_weights(count: int) -> torch.Tensor:
         return slab.take((count if rows.values > 1 else 0, rows.k), rows.weight_dtype)
 
     outgoing = slab.take((sent, rows.nbytes), torch.uint8)
     if extent.chunks == 1:
         slab.rewind()  # nothing leaves any more when the results return
-    returned, returned_d_weights = values(sent), d_weights(sent)
+    returned, returned_d_route_weights = values(sent), d_route_weights(sent)
     slab.skip()
     slots = [
         Slot(
             slab.take((received, rows.nbytes), torch.uint8),
             values(received),
             values(extent.tokens, wide) if narrow else None,
-            d_weights(extent.tokens + received),
+            d_route_weights(extent.tokens + received),
         )
         for _ in range(slots_of(extent))
     ]
     return Buffers(
-        outgoing, returned, returned_d_weights, values(received, wide) if narrow else None, slots
+        outgoing,
+        returned,
+        returned_d_route_weights,
+        values(received, wide) if narrow else None,
+        slots,
     )

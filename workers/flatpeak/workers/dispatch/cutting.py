@@ -1,18 +1,16 @@
 """How a layer's tokens are cut into chunks: as many as the receive cap and the byte budget ask for.
 
-Everything here is a pure function of tables that all ranks have gathered and of launch options, so
-all ranks cut alike.
+Each rank asks for a cut from its own sizes; the finest that any of them asks for is taken by all.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
-from flatpeak.workers.dispatch.assignment import DispatchPlan
 from flatpeak.workers.dispatch.options import DispatchOptions
 from flatpeak.workers.errors import InputError
 
@@ -47,6 +45,8 @@ class Extent:
     ranks: int
     instances: int
     """Experts of all ranks, foreign ones counted."""
+    held: int
+    """Those of this rank."""
 
 
 Footprint = Callable[[Extent], int]
@@ -81,6 +81,15 @@ def first_cut(tokens: int, options: DispatchOptions) -> Cut:
     return Cut(min(wanted, options.max_chunks))
 
 
+class Demand(NamedTuple):
+    """What one rank asks of the next cut: nothing where it can live with this one."""
+
+    steps: int = 0
+    groups: int = 0
+    needed_bytes: int = 0
+    """What one token at a time takes, where that is still above the budget."""
+
+
 @dataclass(frozen=True)
 class Bounds:
     """What the chunks of a layer are held to."""
@@ -88,35 +97,42 @@ class Bounds:
     options: DispatchOptions
     footprint: Footprint | None
 
-    def finer(
-        self, cut: Cut, table: np.ndarray, plan: DispatchPlan, tokens: Sequence[int]
-    ) -> Cut | None:
-        """The next cut to try where a chunk exceeds a bound on some rank, else None.
+    @property
+    def exist(self) -> bool:
+        return self.options.receive_rows is not None or self._budget is not None
 
-        `table` [ranks, chunks, ranks + instances]: what each rank sends and computes in each chunk
-        of `cut`; `tokens`: each rank's in the layer.
+    def demand(self, cut: Cut, extent: Extent, *, tokens: int) -> Demand:
+        """What a rank with `extent` under `cut` asks for; the fullest rank has `tokens`."""
+        if self._holds(extent):
+            return Demand()
+        if cut.steps < tokens:
+            # Fewer steps than these cannot do, unless chunks differ by more than they should.
+            steps = bisect_left(
+                range(tokens),
+                True,
+                cut.steps + 1,
+                key=lambda s: self._holds(_estimate(extent, cut.steps, s)),
+            )
+            return Demand(steps, 1)
+        if cut.groups < extent.ranks:
+            return Demand(cut.steps, min(extent.ranks, 2 * cut.groups))
+        assert self.footprint is not None, f"{extent} exceeds a cap of rows with one sender"
+        return Demand(cut.steps, cut.groups, self.footprint(extent))
+
+    def settle(self, demands: np.ndarray) -> Cut | None:
+        """The next cut, from the demands of all ranks [ranks, 3]; None where all can live with the
+        present one. All ranks were at the same cut, so they ask for steps alike or groups alike.
 
         Raises `InputError` if one token at a time is still too much.
         """
-        if self.options.receive_rows is None and self._budget is None:
-            return None
-        # Ranks alike are looked at once.
-        worst = list(dict.fromkeys(_extents(cut, table, plan, tokens)))
-        if all(self._holds(extent) for extent in worst):
-            return None
-        most = max(tokens)
-        if cut.steps < most:
-            # Fewer steps than these cannot do, unless chunks differ by more than they should.
-            steps = bisect_left(
-                range(most),
-                True,
-                cut.steps + 1,
-                key=lambda s: all(self._holds(_estimate(e, cut.steps, s)) for e in worst),
+        steps, groups, needed = demands.max(0).tolist()
+        if needed:
+            raise InputError(
+                f"dispatch budget_bytes is {self.options.budget_bytes}, but one token at a time "
+                f"takes {needed} with the routing of this layer; the smallest legal value for it "
+                f"is {needed}, less with fewer max_foreign_experts"
             )
-            return Cut(steps)
-        if cut.groups < plan.ranks:
-            return Cut(cut.steps, min(plan.ranks, 2 * cut.groups))
-        raise InputError(self._refusal(worst))
+        return Cut(steps, groups) if steps else None
 
     @property
     def _budget(self) -> int | None:
@@ -127,44 +143,6 @@ class Bounds:
         if rows is not None and extent.received > rows:
             return False
         return budget is None or self.footprint is None or self.footprint(extent) <= budget
-
-    def _refusal(self, worst: Sequence[Extent]) -> str:
-        assert self.footprint is not None, f"{worst} exceeds a cap of rows with one sender"
-        needed = max(map(self.footprint, worst))
-        return (
-            f"dispatch budget_bytes is {self.options.budget_bytes}, but one token at a time takes "
-            f"{needed}; the smallest legal value is {needed}, less with fewer max_foreign_experts"
-        )
-
-
-def _extents(
-    cut: Cut, table: np.ndarray, plan: DispatchPlan, tokens: Sequence[int]
-) -> list[Extent]:
-    """The sizes of every rank."""
-    ranks, firsts = plan.ranks, plan.first_instance
-    rows = table[:, :, :ranks]
-    routes = [table[:, :, ranks + a : ranks + b].sum(0) for a, b in pairwise(firsts)]
-    sent, received = rows.sum(2).max(1).tolist(), rows.sum(0).max(0).tolist()
-    sent_to_one = rows.max((1, 2)).tolist()
-    most_foreign = max(map(len, plan.foreign))
-    return [
-        Extent(
-            tokens=ceil(tokens[rank] / cut.steps),
-            sent=sent[rank],
-            sent_to_one=sent_to_one[rank],
-            received=received[rank],
-            computed=int(routes[rank].sum(1).max()),
-            computed_by_one=int(routes[rank].max(initial=0)),
-            chunks=cut.chunks,
-            layer_tokens=tokens[rank],
-            foreign=len(plan.foreign[rank]),
-            most_foreign=most_foreign,
-            leaving=plan.leaving(rank),
-            ranks=ranks,
-            instances=firsts[-1],
-        )
-        for rank in range(ranks)
-    ]
 
 
 def _estimate(extent: Extent, steps: int, finer: int) -> Extent:

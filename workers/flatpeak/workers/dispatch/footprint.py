@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from flatpeak.workers.dispatch.buffers import slab_bytes
 from flatpeak.workers.dispatch.cutting import Extent
 from flatpeak.workers.dispatch.experts import DOWN, UP, ExpertLayout, accurate, block_routes
+from flatpeak.workers.dispatch.routing import steps_at_once
 from flatpeak.workers.dispatch.rows import RowFormat
 from flatpeak.workers.memory import TOTAL, PeakMeter
 
@@ -65,7 +66,11 @@ def layer_sizes(
     parameters: Sequence[torch.Tensor],
     hidden: torch.Tensor,
     expert_weights: torch.Tensor,
+    *,
+    device: torch.device | None = None,
 ) -> LayerSizes:
+    """`device` is where the layer will run, where the tensors are not yet there."""
+    device = device or hidden.device
     up, down = (layout.view(parameters[which]) for which in (UP, DOWN))
     wide = accurate(hidden.dtype)
     return LayerSizes(
@@ -77,9 +82,9 @@ def layer_sizes(
         weight_dtype=expert_weights.dtype,
         held_dtype=parameters[UP].dtype,
         biases=layout.has_bias,
-        block_routes=block_routes(hidden.device),
+        block_routes=block_routes(device),
         gate_bytes=_gate_values(layout, up.shape[-1]) * wide.itemsize,
-        separate_products=hidden.is_cuda and hidden.dtype != wide,
+        separate_products=device.type == "cuda" and hidden.dtype != wide,
     )
 
 
@@ -120,6 +125,8 @@ def dispatch_bytes(sizes: LayerSizes, extent: Extent) -> int:
     chunks += _block_bytes(sizes, extent) + moving * weights
     # After the last chunk an owner takes in the gradients of some experts at a time.
     landing = extent.most_foreign * gradient if extent.leaving else 0
+    # Beside weights that were kept since the forward pass.
+    landing += extent.foreign * weights
     layer = extent.layer_tokens * sizes.k * _LABEL + extent.instances * _INDEX
     layer += extent.foreign * gradient
     return max(layer + max(chunks, landing), _counting_bytes(sizes, extent))
@@ -137,10 +144,19 @@ def _table_bytes(sizes: LayerSizes, extent: Extent) -> int:
 
 def _counting_bytes(sizes: LayerSizes, extent: Extent) -> int:
     """Labels of the layer's routes, and their counts, before anything else is there."""
-    label = sizes.k * (_LABEL + _INDEX)
-    routes = sizes.k * (_INDEX + _COUNT) + 3 * _INDEX
-    rows = sizes.k * _INDEX + 2 * extent.ranks
-    return extent.layer_tokens * (label + max(routes, rows))
+    columns = extent.instances + extent.ranks
+    steps = min(extent.chunks, steps_at_once(columns))
+    # Without foreign experts the ids are the labels.
+    labelling = sizes.k * (4 * _LABEL + _INDEX) if extent.most_foreign else sizes.k * _LABEL
+    # All labels, filled up to whole steps; then the table of a turn, first with the labels that are
+    # counted and the ranks that compute them, then with what the other ranks counted.
+    turn = -(-extent.layer_tokens // extent.chunks) * steps
+    counting = 2 * extent.layer_tokens * sizes.k * _LABEL + steps * (columns + 1) * _COUNT
+    counting += max(
+        turn * (2 * sizes.k * _INDEX + extent.ranks),
+        steps * extent.ranks * (1 + extent.held) * _COUNT,
+    )
+    return max(extent.layer_tokens * labelling, counting)
 
 
 def _block_bytes(sizes: LayerSizes, extent: Extent) -> int:
@@ -199,5 +215,6 @@ def smallest_budget(
         leaving=min(-(-experts // ranks), foreign * (ranks - 1)),
         ranks=ranks,
         instances=experts + ranks * foreign,
+        held=-(-experts // ranks) + foreign,
     )
     return dispatch_bytes(sizes, one_token)

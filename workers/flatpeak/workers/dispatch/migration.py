@@ -1,8 +1,9 @@
-"""Expert weights that move to other ranks for one pass, and their gradients that move back.
+"""Expert weights that move to other ranks for a layer, and their gradients that move back.
 
-Native weights are read, and sent, where they are. Foreign ones travel once a pass, while native
-experts compute. Their gradients travel back once, after the last chunk, and the native rank adds
-them in fp32.
+Native weights are read, and sent, where they are. Foreign ones travel while native experts compute.
+Inside a checkpoint they travel in the forward pass and in the backward pass; outside they stay in
+between. Their gradients travel back once, after the last chunk, and the native rank adds them in
+fp32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,11 +20,11 @@ from flatpeak.workers.dispatch.routing import Group, Routing
 
 @dataclass
 class ForeignWeights:
-    """Weights under way, [foreign experts, ...] of each parameter."""
+    """Weights under way or here, [foreign experts, ...] of each parameter."""
 
     weights: Sequence[torch.Tensor]
-    sent: Sequence[Letter]
-    works: Sequence[dist.Work]
+    sent: Sequence[Letter] = ()
+    works: Sequence[dist.Work] = ()
 
     def wait(self) -> Sequence[torch.Tensor]:
         for work in self.works:

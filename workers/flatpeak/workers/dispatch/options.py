@@ -15,8 +15,8 @@ class DispatchOptions:
     """At most this many chunks follow from `tokens_per_chunk`; the budget and `receive_rows` may
     ask for more."""
     budget_bytes: int | None = None
-    """Device bytes that dispatch may take above its inputs and results; the layer is cut into as
-    many chunks as that asks for. None sets no bound."""
+    """Device bytes that a pass may take above its inputs and results; the layer is cut into as many
+    chunks as that asks for. None sets no bound."""
     receive_rows: int | None = None
     """Hard cap on the rows that one rank receives in one chunk; None sets none."""
     capacity_factor: float = 1.0

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,17 @@ class Layer(Protocol):
     layout: ExpertLayout
     group: Group
     lanes: Lanes | None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a layer is given; the rows of a rank's tokens are [N, ...]."""
+
+    hidden: torch.Tensor
+    expert_ids: torch.Tensor
+    route_weights: torch.Tensor
+    parameters: Sequence[torch.Tensor]
+    """Those of the rank's experts, in the order of `ExpertLayout.names`."""
 
 
 class _Flight:
@@ -58,10 +70,9 @@ class _Pass(ABC):
         self,
         layer: Layer,
         routing: Routing,
+        inputs: Inputs,
         values: Sequence[torch.Tensor],
-        expert_ids: torch.Tensor,
-        expert_weights: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
+        kept: Sequence[torch.Tensor] = (),
     ) -> None:
         device = values[0].device
         self._layout = layer.layout
@@ -69,21 +80,25 @@ class _Pass(ABC):
         self._lanes = layer.lanes or lanes_of(device)
         self._routing = routing
         self._values = values
-        self._weights = expert_weights
-        self._parameters = parameters
-        self._labels = routing.label(expert_ids)
+        self._route_weights = inputs.route_weights
+        self._parameters = inputs.parameters
+        self._labels = routing.label(inputs.expert_ids)
         self._owners = routing.owners(device)
         self._rows = RowFormat(
             hidden=values[0].shape[1],
-            k=expert_ids.shape[1],
+            k=inputs.expert_ids.shape[1],
             values=len(values),
             dtype=values[0].dtype,
-            weight_dtype=expert_weights.dtype,
+            weight_dtype=inputs.route_weights.dtype,
         )
-        self._buffers = make_buffers(routing.extent(len(expert_ids)), self._rows, device)
+        self._buffers = make_buffers(routing.extent(len(values[0])), self._rows, device)
         self._migration = Migration(routing, layer.group)
-        self._projections = Projections(self._layout, HeldExperts(parameters), self._rows.dtype)
-        self._foreign: ForeignWeights | None = None
+        self._projections = Projections(
+            self._layout, HeldExperts(inputs.parameters), self._rows.dtype
+        )
+        # All ranks have kept theirs or none has: the same passes ran on all of them.
+        self._foreign = ForeignWeights(kept) if kept else None
+        self._holds_foreign = False
         self._result = torch.zeros_like(values[0], memory_format=torch.contiguous_format)
 
     @abstractmethod
@@ -96,8 +111,9 @@ class _Pass(ABC):
     ) -> torch.Tensor:
         """What the block's routes add to their rows, [routes, H]."""
 
-    def _go(self) -> None:
-        """Compute each chunk while the next is on its way out and the last on its way back.
+    def _go(self) -> Sequence[torch.Tensor]:
+        """Compute each chunk while the next is on its way out and the last on its way back. Returns
+        the foreign weights.
 
         The loop is the same on all ranks, so each exchange is issued where the others issue theirs.
         """
@@ -105,7 +121,8 @@ class _Pass(ABC):
         chunks = self._routing.chunks
         here = ahead = self._send_out(0)
         behind: _Flight | None = None
-        self._foreign = self._migration.send_weights(self._parameters, self._rows.dtype)
+        if self._foreign is None:
+            self._foreign = self._migration.send_weights(self._parameters, self._rows.dtype)
         for number in range(len(chunks)):
             here = ahead
             self._land(here)
@@ -118,9 +135,9 @@ class _Pass(ABC):
             behind = here
         self._bring_home(here)
         self._end()
-        if self._foreign is not None:
-            self._foreign.wait()
-        del self._buffers, self._projections
+        foreign = self._foreign.wait()
+        del self._buffers, self._projections, self._foreign
+        return foreign
 
     def _start(self) -> None:
         started = self._lanes.mark()
@@ -141,7 +158,7 @@ class _Pass(ABC):
             outgoing = self._buffers.outgoing[: sum(chunk.send)]
             for which, value in enumerate(self._values):
                 journey.gather(value, self._rows.value(outgoing, which))
-            journey.gather(self._weights, self._rows.weights(outgoing))
+            journey.gather(self._route_weights, self._rows.route_weights(outgoing))
             journey.gather(self._labels, self._rows.labels(outgoing))
             landing = slot.landing[: sum(chunk.receive)]
             coming = exchange(outgoing, landing, chunk.send, chunk.receive, self._group)
@@ -158,7 +175,9 @@ class _Pass(ABC):
         chunk, slot = flight.chunk, flight.slot
         landing = slot.landing[: flight.received]
         labels = torch.cat([self._labels[chunk.tokens], self._rows.labels(landing)])
-        weights = torch.cat([self._weights[chunk.tokens], self._rows.weights(landing)]).view(-1)
+        weights = torch.cat(
+            [self._route_weights[chunk.tokens], self._rows.route_weights(landing)]
+        ).view(-1)
         landed = [self._rows.value(landing, which) for which in range(len(self._values))]
         sums = slot.sums if self._buffers.wide is None else self._buffers.wide
         sums = sums[: flight.received].zero_()
@@ -175,10 +194,12 @@ class _Pass(ABC):
 
     def _wait_for_foreign(self, block: Block) -> None:
         """The first block of foreign experts needs their weights."""
-        if self._foreign is not None and block.instances[0] >= len(self._parameters[0]):
-            held = HeldExperts(self._parameters, self._foreign.wait())
-            self._projections = Projections(self._layout, held, self._rows.dtype)
-            self._foreign = None
+        if self._holds_foreign or block.instances[0] < len(self._parameters[0]):
+            return
+        assert self._foreign is not None, "weights leave before the first block"
+        held = HeldExperts(self._parameters, self._foreign.wait())
+        self._projections = Projections(self._layout, held, self._rows.dtype)
+        self._holds_foreign = True
 
     def _send_back(self, flight: _Flight) -> None:
         with self._lanes.travelling():
@@ -206,21 +227,14 @@ class _Pass(ABC):
 class Forward(_Pass):
     """Sends x, brings home the weighted sums of the experts."""
 
-    def __init__(
-        self,
-        layer: Layer,
-        routing: Routing,
-        hidden: torch.Tensor,
-        expert_ids: torch.Tensor,
-        expert_weights: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
-    ) -> None:
-        super().__init__(layer, routing, [hidden], expert_ids, expert_weights, parameters)
+    def __init__(self, layer: Layer, routing: Routing, inputs: Inputs) -> None:
+        super().__init__(layer, routing, inputs, [inputs.hidden])
 
-    def run(self) -> torch.Tensor:
-        """The output [N, H]. Collective."""
-        self._go()
-        return self._result
+    def run(self) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """The output [N, H], and the foreign weights, which the backward pass may be given.
+        Collective."""
+        foreign = self._go()
+        return self._result, foreign
 
     def _compute_block(
         self,
@@ -241,19 +255,18 @@ class Backward(_Pass):
         self,
         layer: Layer,
         routing: Routing,
-        hidden: torch.Tensor,
+        inputs: Inputs,
         upstream: torch.Tensor,
-        expert_ids: torch.Tensor,
-        expert_weights: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
         *,
+        kept: Sequence[torch.Tensor],
         train_experts: bool,
     ) -> None:
-        values = [hidden, upstream]
-        super().__init__(layer, routing, values, expert_ids, expert_weights, parameters)
-        self._d_weights = torch.zeros_like(expert_weights, memory_format=torch.contiguous_format)
+        super().__init__(layer, routing, inputs, [inputs.hidden, upstream], kept)
+        self._d_route_weights = torch.zeros_like(
+            inputs.route_weights, memory_format=torch.contiguous_format
+        )
         self._gradients = (
-            self._migration.gradients(self._layout, parameters) if train_experts else None
+            self._migration.gradients(self._layout, inputs.parameters) if train_experts else None
         )
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
@@ -261,10 +274,10 @@ class Backward(_Pass):
         where they are frozen. Collective."""
         self._go()
         if self._gradients is None:
-            return self._result, self._d_weights, ()
+            return self._result, self._d_route_weights, ()
         sums = self._gradients.finish()
         self._migration.return_gradients(sums)
-        return self._result, self._d_weights, sums.natives
+        return self._result, self._d_route_weights, sums.natives
 
     def _compute_block(
         self,
@@ -279,24 +292,26 @@ class Backward(_Pass):
         d_x, d_scale = expert_backward(
             self._projections, self._gradients, block, x=x, upstream=upstream, scale=scale
         )
-        d_weights = flight.slot.d_weights.view(-1)
-        d_weights.index_copy_(0, block.routes, d_scale.to(d_weights.dtype))
+        d_route_weights = flight.slot.d_route_weights.view(-1)
+        d_route_weights.index_copy_(0, block.routes, d_scale.to(d_route_weights.dtype))
         return d_x
 
     def _compute(self, flight: _Flight) -> None:
-        flight.slot.d_weights.zero_()
+        flight.slot.d_route_weights.zero_()
         super()._compute(flight)
 
     def _send_back(self, flight: _Flight) -> None:
         super()._send_back(flight)
         with self._lanes.travelling():
-            own = len(self._d_weights[flight.chunk.tokens])
-            rows = flight.slot.d_weights[own : own + flight.received]
-            flight.returning.append(self._return(flight, rows, self._buffers.returned_d_weights))
+            own = len(self._d_route_weights[flight.chunk.tokens])
+            rows = flight.slot.d_route_weights[own : own + flight.received]
+            flight.returning.append(
+                self._return(flight, rows, self._buffers.returned_d_route_weights)
+            )
 
     def _bring_home(self, flight: _Flight) -> None:
         with self._lanes.travelling():
-            place = self._d_weights[flight.chunk.tokens]
-            place.copy_(flight.slot.d_weights[: len(place)])
-            flight.journey.scatter(self._d_weights, flight.returning[1].wait())
+            place = self._d_route_weights[flight.chunk.tokens]
+            place.copy_(flight.slot.d_route_weights[: len(place)])
+            flight.journey.scatter(self._d_route_weights, flight.returning[1].wait())
         super()._bring_home(flight)

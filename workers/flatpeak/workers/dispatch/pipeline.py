@@ -17,11 +17,11 @@ from flatpeak.workers.dispatch.experts import ExpertLayout, read_layout
 from flatpeak.workers.dispatch.footprint import dispatch_bytes, layer_sizes
 from flatpeak.workers.dispatch.lanes import Lanes
 from flatpeak.workers.dispatch.options import DispatchOptions
-from flatpeak.workers.dispatch.passes import Backward, Forward
+from flatpeak.workers.dispatch.passes import Backward, Forward, Inputs
 from flatpeak.workers.dispatch.routing import Group, Routing, make_routing
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.partition import part
-from flatpeak.workers.recompute import decide_once, is_recomputing
+from flatpeak.workers.recompute import decide_once, is_checkpointed, is_recomputing
 from flatpeak.workers.scopes import scope
 
 GradSink = Callable[[nn.Parameter, torch.Tensor], None]
@@ -43,6 +43,11 @@ def moe_forward(
 ) -> torch.Tensor:
     """Sum over each token's experts of route weight times expert output, [N, H].
 
+        experts = model.layers[0].mlp.experts                # this rank's slice of the weights
+        scores, ids = router(hidden).softmax(-1).topk(8)     # [N, 8] each
+        options = DispatchOptions(budget_bytes=2**30)
+        output = moe_forward(experts, hidden, ids, scores, group=group, options=options)
+
     experts: an experts module of transformers whose parameters are this rank's slices,
         `part(experts.num_experts, E_p, rank)` of dimension 0; of any dtype, `num_experts` global.
     hidden [N, H], expert_ids [N, k] long, expert_weights [N, k]: this rank's tokens. N may differ
@@ -57,14 +62,18 @@ def moe_forward(
     lanes: where compute and travel are issued; None takes those of the device.
     on_routing: called with what the ranks agreed on, once a forward pass, recomputations left out.
 
-    Collective over `group`, forward and backward. Raises `InputError` for ids outside [0, E) on any
-    rank, for a budget that one token at a time exceeds, for parameters that are not this rank's
-    slice, and for unsupported families.
+    Collective over `group`, forward and backward. Raises `InputError` on all ranks for ids outside
+    [0, E) on any of them, for k, dtypes or options that differ, and for a budget that one token at
+    a time exceeds; on this rank for parameters that are not its slice or not contiguous, and for
+    unsupported families.
+
+    Outside of a checkpoint the weights of foreign experts, at most `max_foreign_experts`, stay
+    until the backward pass.
     """
     layer = _Layer(
         read_layout(experts), experts, group, options, grad_sink, routing, lanes, on_routing
     )
-    layer.check_slices()
+    layer.check_parameters()
     fits = hidden.dim() == expert_ids.dim() == 2 and len(hidden) == len(expert_ids)
     if not fits or expert_weights.shape != expert_ids.shape or expert_ids.is_floating_point():
         raise InputError(
@@ -72,6 +81,8 @@ def moe_forward(
             f"expert_weights {tuple(expert_weights.shape)} do not belong together: pass "
             "[N, H], integers [N, k] and [N, k]"
         )
+    trained = [t.requires_grad for t in (hidden, expert_weights, *layer.parameters)]
+    layer.differentiates = torch.is_grad_enabled() and any(trained)
     skip = is_recomputing() and not value_needed_in_recompute
     return _Dispatch.apply(layer, skip, hidden, expert_ids, expert_weights, *layer.parameters)  # type: ignore[return-value]
 
@@ -86,6 +97,8 @@ class _Layer:
     routing: Routing | None
     lanes: Lanes | None
     on_routing: Callable[[Routing], None] | None
+    differentiates: bool = False
+    """Whether a backward pass may follow."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -95,7 +108,7 @@ class _Layer:
     def experts(self) -> int:
         return self.module.num_experts  # type: ignore[return-value]
 
-    def check_slices(self) -> None:
+    def check_parameters(self) -> None:
         rank, ranks = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
         if self.routing is not None:
             rank, ranks = self.routing.rank, self.routing.plan.ranks
@@ -105,6 +118,11 @@ class _Layer:
                 raise InputError(
                     f"{name} holds {len(parameter)} experts, but rank {rank} of {ranks} owns "
                     f"experts {start} to {stop - 1} of {self.experts}: pass that slice"
+                )
+            if not parameter.is_contiguous():
+                raise InputError(
+                    f"{name} has the strides {parameter.stride()}, but experts can only be sent "
+                    "from contiguous memory: pass a contiguous parameter"
                 )
 
     def agree(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Routing:
@@ -122,9 +140,22 @@ class _Layer:
                 group=self.group,
                 options=self.options,
                 footprint=footprint,
+                alike=self._terms(hidden, weights),
             )
 
         return decide_once(decide)
+
+    def _terms(self, hidden: torch.Tensor, weights: torch.Tensor) -> dict[str, object]:
+        """What decides which bytes travel in which pass."""
+        return {
+            "k, the experts of a token,": weights.shape[1],
+            "the width of hidden": hidden.shape[1],
+            "the dtype of hidden": hidden.dtype,
+            "the dtype of expert_weights": weights.dtype,
+            "the dtypes of the experts": [parameter.dtype for parameter in self.parameters],
+            "whether a backward pass can follow": self.differentiates,
+            "which experts' parameters are trained": [p.requires_grad for p in self.parameters],
+        }
 
 
 class _Dispatch(torch.autograd.Function):
@@ -138,32 +169,38 @@ class _Dispatch(torch.autograd.Function):
         expert_weights: torch.Tensor,
         *parameters: nn.Parameter,
     ) -> torch.Tensor:
-        ctx.save_for_backward(hidden, expert_ids, expert_weights, *parameters)
         ctx.layer = layer
-        with scope("dispatch"):
+        saved = (hidden, expert_ids, expert_weights, *parameters)
+        with scope("dispatch"), _as_given(hidden):
             ctx.routing = layer.agree(hidden, expert_ids, expert_weights)
             if layer.on_routing is not None and not is_recomputing():
                 layer.on_routing(ctx.routing)
             if skip:
                 # Loud where the promise that nobody reads it does not hold.
-                return torch.full_like(hidden, torch.nan)
-            return Forward(layer, ctx.routing, hidden, expert_ids, expert_weights, parameters).run()
+                output = torch.full_like(hidden, torch.nan)
+            else:
+                inputs = Inputs(hidden, expert_ids, expert_weights, parameters)
+                output, foreign = Forward(layer, ctx.routing, inputs).run()
+                # A checkpoint is there so that nothing of a layer stays but its input.
+                if ctx.routing.plan.moves_weights and not is_checkpointed():
+                    saved += tuple(foreign)
+            ctx.save_for_backward(*saved)
+            return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream: torch.Tensor):
-        hidden, expert_ids, expert_weights, *parameters = ctx.saved_tensors
         layer: _Layer = ctx.layer
-        with scope("dispatch"):
+        hidden, expert_ids, expert_weights, *rest = ctx.saved_tensors
+        parameters, kept = rest[: len(layer.parameters)], rest[len(layer.parameters) :]
+        with scope("dispatch"), _as_given(hidden):
             # The pass and its buffers are gone when the gradients are handed on.
             d_hidden, d_weights, gradients = Backward(
                 layer,
                 ctx.routing,
-                hidden,
+                Inputs(hidden, expert_ids, expert_weights, parameters),
                 upstream,
-                expert_ids,
-                expert_weights,
-                parameters,
+                kept=kept,
                 train_experts=any(ctx.needs_input_grad[5:]),
             ).run()
             if gradients and layer.grad_sink is not None:
@@ -178,6 +215,11 @@ class _Dispatch(torch.autograd.Function):
                 else [None] * len(parameters)
             )
             return None, None, d_hidden, None, d_weights, *delivered
+
+
+def _as_given(hidden: torch.Tensor) -> torch.autocast:
+    """Autocast would round what the passes take care to keep in fp32."""
+    return torch.autocast(hidden.device.type, enabled=False)
 
 
 def _hand_over(

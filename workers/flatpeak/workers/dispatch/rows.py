@@ -44,7 +44,7 @@ class RowFormat:
     def value(self, rows: torch.Tensor, which: int) -> torch.Tensor:
         return self._view(rows, which, self.hidden, self.dtype)
 
-    def weights(self, rows: torch.Tensor) -> torch.Tensor:
+    def route_weights(self, rows: torch.Tensor) -> torch.Tensor:
         return self._view(rows, self.values, self.k, self.weight_dtype)
 
     def labels(self, rows: torch.Tensor) -> torch.Tensor:
