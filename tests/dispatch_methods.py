@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor, nn
 
-from expert_parallel import Group, Planner, expert_parallel
+from expert_parallel import Group, Planner, expert_parallel, expert_parallel_autograd
 from flatpeak.workers.dispatch import DispatchOptions, Routing, moe_forward, plan_least_loaded
 from flatpeak.workers.dispatch.assignment import Counts, DispatchPlan, plan_native
 from flatpeak.workers.partition import part
@@ -126,7 +126,8 @@ def ours(work: Work, hidden: Tensor, weights: Tensor, gradients: Gradients) -> T
     )
 
 
-def _expert_parallel(
+def _baseline(
+    layer: Callable[..., Tensor],
     planner: Callable[[Case], Planner],
     work: Work,
     hidden: Tensor,
@@ -136,7 +137,7 @@ def _expert_parallel(
     if work.case.backward:
         wide = torch.promote_types(work.case.dtype, torch.float32)
         gradients |= {n: torch.zeros_like(p, dtype=wide) for n, p in work.parameters.items()}
-    return expert_parallel(
+    return layer(
         work.experts,
         hidden,
         work.ids,
@@ -178,8 +179,9 @@ def dense(work: Work, hidden: Tensor, weights: Tensor, gradients: Gradients) -> 
 
 METHODS: dict[str, Method] = {
     "ours": ours,
-    "llep": partial(_expert_parallel, least_loaded),
-    "plain_ep": partial(_expert_parallel, lambda case: plan_native),
+    "llep": partial(_baseline, expert_parallel, least_loaded),
+    "llep_autograd": partial(_baseline, expert_parallel_autograd, least_loaded),
+    "plain_ep": partial(_baseline, expert_parallel, lambda case: plan_native),
     "dense": dense,
 }
 

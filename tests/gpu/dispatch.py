@@ -20,7 +20,7 @@ from flatpeak.controller.runs import to_json
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 bench = load_bench(CHECKOUT, "dispatch")
-METHODS = ("ours", "llep", "plain_ep", "dense")
+METHODS = (*bench.COMPARED, "dense")
 
 # The layer of Qwen3-30B-A3B.
 ON_GPU = {
