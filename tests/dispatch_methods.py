@@ -39,9 +39,11 @@ class Case:
     backward: bool
     options: DispatchOptions
 
-    def expert_ids(self) -> Tensor:
+    def expert_ids(self, rank: int) -> Tensor:
+        """[N, k]: the tokens of the profile, on each rank in an order of its own."""
         percent, hot = (0, 0) if self.profile == BALANCED else map(int, self.profile.split("/"))
-        return profile(self.tokens, self.experts, self.top_k, percent, hot)
+        ids = profile(self.tokens, self.experts, self.top_k, percent, hot)
+        return ids[torch.randperm(self.tokens, generator=torch.Generator().manual_seed(rank))]
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Work:
 
 def make_work(case: Case, rank: int, *, group: Group, device: str = "cpu") -> Work:
     make = torch.Generator().manual_seed(rank)
-    ids = case.expert_ids()
+    ids = case.expert_ids(rank)
     hidden, upstream = torch.randn(2, case.tokens, case.hidden, generator=make)
     weights = torch.rand(ids.shape, generator=make) + 0.1
     weights = weights / weights.sum(-1, keepdim=True)

@@ -212,7 +212,7 @@ def metered_method(name: str, work: Work, rank: int) -> tuple[Figures, dict[str,
 def plans(name: str, work: Work) -> tuple[DispatchPlan, DispatchPlan, int]:
     """The native plan, the method's own, and its number of chunks."""
     case = work.case
-    # Every rank has the same ids.
+    # Every rank has the same ids, in another order.
     counts = [torch.bincount(work.ids.flatten(), minlength=case.experts).tolist()] * case.ranks
     native = plan_native(counts)
     if name == "ours":

@@ -17,6 +17,7 @@ from dispatch_methods import METHODS, Case, make_work, run_pass
 from flatpeak.controller.bench import load_bench, run_bench
 from flatpeak.workers.dispatch import DispatchOptions
 from flatpeak.workers.errors import InputError
+from moe_families import profile
 from ranks import run_ranks
 
 CHECKOUT = Path(__file__).parents[2]
@@ -102,6 +103,17 @@ def test_the_device_check_runs_without_a_device_and_without_ray():
     assert all(ratio > 0 for ratio in report["ratios"].values())
 
 
+@pytest.mark.parametrize("skew", ["balanced", "80/4"])
+def test_ranks_have_the_same_tokens_in_different_order(skew: str):
+    case = replace(CASE, profile=skew)
+    first, second = (case.expert_ids(rank) for rank in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(first, case.expert_ids(0))
+    expected = profile(case.tokens, case.experts, case.top_k, *((80, 4) if "/" in skew else (0, 0)))
+    for ids in (first, second):
+        assert sorted(ids.tolist()) == sorted(expected.tolist())
+
+
 def _metered(rank: int, case: Case, method: str) -> tuple[int, int, int]:
     work = make_work(case, rank, group=dist.group.WORLD)
     metered = meter(METHODS[method], work)
@@ -113,12 +125,12 @@ EXPERT = 3 * CASE.hidden * CASE.intermediate * 4
 
 
 @pytest.mark.parametrize(
-    ("profile", "landed", "largest"), [("balanced", 256, 16), ("100/1", 512, 512)]
+    ("skew", "landed", "largest"), [("balanced", 256, 16), ("100/1", 512, 512)]
 )
 def test_plain_expert_parallelism_peaks_at_three_sets_of_routes(
-    profile: str, landed: int, largest: int
+    skew: str, landed: int, largest: int
 ):
-    case = replace(CASE, profile=profile)
+    case = replace(CASE, profile=skew)
     [(resident, increment, _), _] = run_ranks(2, _metered, case, "plain_ep")
     tokens, routes = case.tokens, case.tokens * case.top_k
     assert resident == 4 * tokens * ROW + routes * (8 + 4 + 4) + 16 * EXPERT * 2
