@@ -78,6 +78,32 @@ def test_a_profile_that_no_layer_has_is_refused(profile: str):
         run_bench("dispatch", [f"--profile={profile}", *SIZES], start=CHECKOUT)
 
 
+@pytest.mark.parametrize(
+    ("option", "legal"),
+    [
+        ("ranks=2,0", "--ranks 0: should be 1 or more"),
+        ("tokens=0", "--tokens 0: should be 1 or more"),
+        ("small=0", "--small 0: should be 1 or more"),
+        ("hidden=0", "--hidden 0: should be 1 or more"),
+        ("intermediate=-1", "--intermediate -1: should be 1 or more"),
+        ("experts=0", "--experts 0: should be 1 or more"),
+        ("top-k=9", "--top-k 9: should be from 1 to 8"),
+        ("top-k=0", "--top-k 0: should be from 1 to 8"),
+        ("chunk=-1", "--chunk -1: should be 0 or more"),
+        ("receive-rows=-1", "--receive-rows -1: should be 0 or more"),
+        ("max-foreign=-1", "--max-foreign -1: should be 0 or more"),
+        ("repeats=-1", "--repeats -1: should be 0 or more"),
+        ("budget-share=-0.1", "--budget-share -0.1: should be from 0 to 1"),
+        ("budget-share=nan", "--budget-share nan: should be from 0 to 1"),
+        ("dtype=int8", "--dtype int8: there are float32, float64, bfloat16"),
+    ],
+)
+def test_an_option_out_of_range_is_refused(option: str, legal: str):
+    with pytest.raises(InputError) as refused:
+        run_bench("dispatch", ["--experts=8", "--top-k=4", f"--{option}"], start=CHECKOUT)
+    assert str(refused.value) == legal
+
+
 DEVICE_CHECK = """
 import runpy, sys
 path, *sys.argv[1:] = sys.argv[1:]
