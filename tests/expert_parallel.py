@@ -304,9 +304,6 @@ def _experts_autograd(
     def products(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return experts._apply_gate(x @ up.T) @ down.T  # type: ignore[operator]
 
-    # Runs once the gradient of every row is there, by when those of the weights are added:
-    # autograd accumulates into leaves before anything else.
-    rows.register_hook(end)
     outputs = []
     parts = zip(_joined(native, foreign), rows.split(sizes), strict=True)
     for instance, (weights, x) in enumerate(parts):
@@ -314,8 +311,11 @@ def _experts_autograd(
             up, down = (leaf(weight, which, instance) for which, weight in enumerate(weights))
             x = checkpoint(products, x, up, down, use_reentrant=False, preserve_rng_state=False)
         outputs.append(x)
-    output = torch.cat(outputs)
+    output = torch.cat(outputs) if outputs else rows  # a rank may hold no expert at all
     output.register_hook(begin)
+    # Runs once the gradient of every row is there, by when those of the weights are added:
+    # autograd accumulates into leaves before anything else.
+    rows.register_hook(end)
     return output
 
 

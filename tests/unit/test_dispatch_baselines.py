@@ -75,9 +75,10 @@ def test_a_baseline_equals_dense(method: str, routing: str, lengths: tuple[int, 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_no_tokens_at_all_give_zero_gradients(method: str):
+@pytest.mark.parametrize("experts", [8, 1], ids=["some experts each", "a rank without"])
+def test_no_tokens_at_all_give_zero_gradients(method: str, experts: int):
     tokens = [make_tokens(random_ids(0, 8, 4)) for _ in range(2)]
-    for results in run_ranks(2, _results, method, 8, tokens):
+    for results in run_ranks(2, _results, method, experts, tokens):
         assert results.output.shape == (0, 12)
         for gradient in results.parameters.values():
             assert torch.equal(gradient, torch.zeros_like(gradient))
