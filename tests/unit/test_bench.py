@@ -135,6 +135,13 @@ def test_help_lists_the_benches(checkout, capfd, flag):
     assert out.endswith("Benches:\n  nothing  A bench that measures nothing.\n  silent\n")
 
 
+def test_help_outside_a_checkout_says_that_there_is_none(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flatpeak.controller.bench.BENCHES", Path("absent"))
+    assert run_command(["bench", "--help"]) == 0
+    assert "no source checkout with absent around" in capfd.readouterr().out
+
+
 def test_help_of_a_bench_lists_its_options_with_defaults(checkout, capfd):
     assert run_command(["bench", "nothing", "--help", "--world", "4"]) == 0
     assert capfd.readouterr() == (

@@ -179,7 +179,10 @@ def bench(
         if not show_help:
             raise InputError(f"name a bench of {BENCHES}; flatpeak bench --help lists them")
         print(context.get_help())
-        print(describe_benches())
+        try:
+            print(describe_benches())
+        except InputError as none:  # outside a checkout, which is no reason to refuse help
+            print(none)
         return
     if show_help:
         print(describe_bench(name))
