@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor, nn
 
-from expert_parallel import Group, Planner, expert_parallel
+from expert_parallel import Group, Planner, expert_parallel, expert_parallel_autograd
 from flatpeak.workers.dispatch import DispatchOptions, Routing, moe_forward, plan_least_loaded
 from flatpeak.workers.dispatch.assignment import Counts, DispatchPlan, plan_native
 from flatpeak.workers.partition import part
@@ -39,9 +39,11 @@ class Case:
     backward: bool
     options: DispatchOptions
 
-    def expert_ids(self) -> Tensor:
+    def expert_ids(self, rank: int) -> Tensor:
+        """[N, k]: the tokens of the profile, on each rank in an order of its own."""
         percent, hot = (0, 0) if self.profile == BALANCED else map(int, self.profile.split("/"))
-        return profile(self.tokens, self.experts, self.top_k, percent, hot)
+        ids = profile(self.tokens, self.experts, self.top_k, percent, hot)
+        return ids[torch.randperm(self.tokens, generator=torch.Generator().manual_seed(rank))]
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Work:
 
 def make_work(case: Case, rank: int, *, group: Group, device: str = "cpu") -> Work:
     make = torch.Generator().manual_seed(rank)
-    ids = case.expert_ids()
+    ids = case.expert_ids(rank)
     hidden, upstream = torch.randn(2, case.tokens, case.hidden, generator=make)
     weights = torch.rand(ids.shape, generator=make) + 0.1
     weights = weights / weights.sum(-1, keepdim=True)
@@ -126,7 +128,8 @@ def ours(work: Work, hidden: Tensor, weights: Tensor, gradients: Gradients) -> T
     )
 
 
-def _expert_parallel(
+def _baseline(
+    layer: Callable[..., Tensor],
     planner: Callable[[Case], Planner],
     work: Work,
     hidden: Tensor,
@@ -136,7 +139,7 @@ def _expert_parallel(
     if work.case.backward:
         wide = torch.promote_types(work.case.dtype, torch.float32)
         gradients |= {n: torch.zeros_like(p, dtype=wide) for n, p in work.parameters.items()}
-    return expert_parallel(
+    return layer(
         work.experts,
         hidden,
         work.ids,
@@ -178,8 +181,9 @@ def dense(work: Work, hidden: Tensor, weights: Tensor, gradients: Gradients) -> 
 
 METHODS: dict[str, Method] = {
     "ours": ours,
-    "llep": partial(_expert_parallel, least_loaded),
-    "plain_ep": partial(_expert_parallel, lambda case: plan_native),
+    "llep": partial(_baseline, expert_parallel, least_loaded),
+    "llep_autograd": partial(_baseline, expert_parallel_autograd, least_loaded),
+    "plain_ep": partial(_baseline, expert_parallel, lambda case: plan_native),
     "dense": dense,
 }
 

@@ -1,14 +1,20 @@
 """Expert parallelism as it is trained today, to measure against: a row a route, the layer at once.
 
 Routes are permuted by destination, exchanged, sorted by local expert, computed one matrix product
-an expert, and go the same way back; a batched product sums them by their route weights. The plan is
-a parameter: `plan_native` gives plain expert parallelism, `plan_least_loaded` gives LLEP.
+an expert, go the same way back and are summed by their route weights. The plan is a parameter:
+`plan_native` gives plain expert parallelism, `plan_least_loaded` gives LLEP. There are two ways:
 
-What bounded memory cannot be credited for is done here too: experts keep only their sorted input
-and recompute the up projection, one expert's activations are alive at a time, weight gradients
-accumulate in place in fp32, foreign weights stay from forward to backward, and autograd frees each
-buffer when its last reader is done. What remains at the peak, in the experts' backward pass, is
-three sets of routes: the rows, the gradients of their outputs, and their own.
+`expert_parallel_autograd`, as it is commonly written: indexing and sums by ordinary autograd, the
+all-to-all in the usual differentiable wrapper, each expert's products under `checkpoint`.
+
+`expert_parallel`, by hand and leaner than published, so that what any method may do is no credit to
+bounded memory: gathers are gathers in backward too, a batched product sums the routes, and each
+expert's gradients are written where they belong. What remains at the peak, in the experts' backward
+pass, is three sets of routes: the rows, the gradients of their outputs, and their own.
+
+In both, experts keep only their sorted input and recompute from it, one expert's activations are
+alive at a time, weight gradients accumulate in place in fp32, foreign weights stay from forward to
+backward, and autograd frees each buffer when its last reader is done.
 
 Shapes: N tokens, k routes a token, H hidden width, M routes that land on this rank.
 """
@@ -22,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from flatpeak.workers.dispatch.assignment import Counts, DispatchPlan
 
@@ -58,6 +65,28 @@ def expert_parallel(
     rows = _permute(rows, routes.place, routes.order)
     rows = rows.view(*expert_ids.shape, hidden.shape[1])
     return torch.bmm(expert_weights.to(rows.dtype).unsqueeze(1), rows).squeeze(1)
+
+
+def expert_parallel_autograd(
+    experts: nn.Module,
+    hidden: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    *,
+    group: Group,
+    planner: Planner,
+    gradients: Sequence[Tensor],
+) -> Tensor:
+    """`expert_parallel` by ordinary autograd: the same arguments, result and gradients."""
+    routes = agree(expert_ids, experts.num_experts, group, planner)  # type: ignore[arg-type]
+    rows = hidden.index_select(0, routes.order // expert_ids.shape[1])
+    rows = _exchange(rows, routes.send, routes.receive, group)
+    rows = rows if routes.by_expert is None else rows.index_select(0, routes.by_expert)
+    rows = _experts_autograd(rows, experts, _Migration(routes, group), gradients, routes.rows)
+    rows = rows if routes.by_source is None else rows.index_select(0, routes.by_source)
+    rows = _exchange(rows, routes.receive, routes.send, group)
+    rows = rows.index_select(0, routes.place).view(*expert_ids.shape, hidden.shape[1])
+    return (rows * expert_weights.to(rows.dtype).unsqueeze(2)).sum(1)
 
 
 @dataclass(frozen=True)
@@ -238,6 +267,56 @@ class _Experts(torch.autograd.Function):
         del foreign
         migration.give_back(arrived, gradients)
         return d_rows, None, None, None, None, None
+
+
+def _experts_autograd(
+    rows: Tensor,
+    experts: nn.Module,
+    migration: "_Migration",
+    gradients: Sequence[Tensor],
+    sizes: list[int],
+) -> Tensor:
+    """`_Experts` by ordinary autograd: every instance's weights are leaves, whose gradients hooks
+    move to their totals as they come."""
+    native = (experts.gate_up_proj, experts.down_proj)
+    foreign = migration.bring(native)  # type: ignore[arg-type]
+    arrived: list[Tensor] = []
+    totals: list[tuple[Tensor, ...]] = []
+
+    def begin(_: Tensor) -> None:
+        arrived.extend(torch.zeros_like(weight, dtype=gradients[0].dtype) for weight in foreign)
+        totals.extend(_joined(gradients, arrived))
+
+    def end(_: Tensor) -> None:
+        migration.give_back(arrived, gradients)
+        arrived.clear()
+        totals.clear()
+
+    def leaf(weight: Tensor, which: int, instance: int) -> Tensor:
+        def add(leaf: Tensor) -> None:
+            totals[instance][which].add_(leaf.grad)
+            leaf.grad = None
+
+        weight = weight.detach().requires_grad_()
+        weight.register_post_accumulate_grad_hook(add)
+        return weight
+
+    def products(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return experts._apply_gate(x @ up.T) @ down.T  # type: ignore[operator]
+
+    outputs = []
+    parts = zip(_joined(native, foreign), rows.split(sizes), strict=True)
+    for instance, (weights, x) in enumerate(parts):
+        if len(x):
+            up, down = (leaf(weight, which, instance) for which, weight in enumerate(weights))
+            x = checkpoint(products, x, up, down, use_reentrant=False, preserve_rng_state=False)
+        outputs.append(x)
+    output = torch.cat(outputs) if outputs else rows  # a rank may hold no expert at all
+    output.register_hook(begin)
+    # Runs once the gradient of every row is there, by when those of the weights are added:
+    # autograd accumulates into leaves before anything else.
+    rows.register_hook(end)
+    return output
 
 
 def _joined(native: Sequence[Tensor], foreign: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:

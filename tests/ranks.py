@@ -1,7 +1,8 @@
 """Real multi-process ranks for tests: a pool of warm processes joined by gloo.
 
 `run_ranks(world, fn, *args)` calls `fn(rank, *args)` on `world` processes inside an initialised
-default process group and returns the results in rank order. The processes live as long as the
+default process group and returns the results in rank order. It raises the InputError of a rank as
+it is, and AssertionError with the traceback of any other failure. The processes live as long as the
 test session, so that a test does not pay for importing torch.
 """
 
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+
+from flatpeak.workers.errors import InputError
 
 TIMEOUT_S = 150.0
 
@@ -41,9 +44,11 @@ def _serve(pipe: Any, paths: list[str]) -> None:
             )
             fn, args = cloudpickle.loads(call)
             pipe.send((True, cloudpickle.dumps(fn(rank, *args))))
-        except BaseException:
+        except BaseException as error:
             # Tell before leaving the group: the others fail as soon as this one has left.
-            pipe.send((False, traceback.format_exc()))
+            trace = traceback.format_exc()
+            error.add_note(trace)
+            pipe.send((False, error if isinstance(error, InputError) else trace))
         finally:
             fn = args = None
             # Groups that something dead still refers to keep their threads, which spin.
@@ -96,12 +101,19 @@ class _Pool:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise AssertionError(f"ranks {sorted(waiting.values())} did not answer")
+            failures = {}
             for pipe in ready:
                 ok, payload = pipe.recv()
-                rank = waiting[pipe]
-                if not ok:
-                    raise AssertionError(f"rank {rank} of {world} failed:\n{payload}")
-                results[rank] = cloudpickle.loads(payload)
+                if ok:
+                    results[waiting[pipe]] = cloudpickle.loads(payload)
+                else:
+                    failures[waiting[pipe]] = payload
+            # A rank that was refused may have taken down another.
+            for error in failures.values():
+                if isinstance(error, InputError):
+                    raise error
+            for rank, trace in failures.items():
+                raise AssertionError(f"rank {rank} of {world} failed:\n{trace}")
         return [results[rank] for rank in range(world)]
 
     def close(self) -> None:

@@ -1,17 +1,27 @@
 """Expert dispatch beside LLEP and plain expert parallelism: bytes, seconds, balance, error.
 
-All methods get the same tokens, routes and weights, in the same processes. Memory and error come
-from a pass of their own; for the clock the methods then take turns. Every output and gradient is
-compared with dense ones. `tokens` are on each rank; a profile `r/h` sends r percent of the tokens
-to h hot experts.
+The methods, all with expert-matmul checkpointing and fp32 weight gradients added in place:
+
+ours: bounded dispatch, under a budget.
+llep: LLEP at once with a backward pass by hand, leaner than published.
+llep_autograd: LLEP at once by ordinary autograd.
+plain_ep: plain all-to-all, no expert moves; by hand as llep.
+
+Ratios are ours over the method in their name. All methods get the same tokens, routes and weights,
+in the same processes. Memory and error come from a pass of their own; for the clock the methods
+then take turns. Every output and gradient is compared with dense ones.
+
+Tokens are on each rank; a profile r/h sends r percent of them to h hot experts. Our method gets a
+share of LLEP's increment as its budget, 0 for none, and keeps that budget for the layers of `small`
+tokens. It has `chunk` tokens of a rank on their way at once and receives `receive-rows` rows, where
+0 sets no bound. No repeats measure bytes alone.
 """
 
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 import torch
@@ -19,6 +29,7 @@ import torch.distributed as dist
 
 from dispatch_measures import clock, dense_results, error, freed_memory_kept, meter
 from dispatch_methods import BALANCED, METHODS, Case, Work, least_loaded, make_work
+from flatpeak.controller.bench import check_ranges
 from flatpeak.workers.dispatch import DispatchOptions, DispatchPlan
 from flatpeak.workers.dispatch.assignment import plan_native
 from flatpeak.workers.dispatch.experts import read_layout
@@ -29,11 +40,11 @@ from ranks import run_ranks
 DEFAULTS = {
     "profile": (BALANCED, "30/16", "50/16", "80/16", "95/16", "30/4", "50/4"),
     "tokens": 2048,
-    "small": (128,),  # smaller layers under the same budget
+    "small": (128,),
     "ranks": (2,),
-    "budget_share": 0.1,  # of LLEP's increment at `tokens`, for our method; 0 sets no budget
-    "chunk": 0,  # tokens of a rank on their way at once; 0 leaves it to the budget
-    "receive_rows": 0,  # 0 sets no cap
+    "budget_share": 0.1,
+    "chunk": 0,
+    "receive_rows": 0,
     "max_foreign": 4,
     "backward": True,
     "hidden": 448,
@@ -41,19 +52,18 @@ DEFAULTS = {
     "experts": 128,
     "top_k": 8,
     "dtype": "float32",
-    "repeats": 3,  # 0 measures bytes alone
+    "repeats": 3,
 }
 TOLERANCES = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 3e-2}
 TIMEOUT_S = 1800.0  # large layers on few cores
-COMPARED = ("ours", "llep", "plain_ep")
+COMPARED = ("ours", "llep", "llep_autograd", "plain_ep")
 
 
 def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
-    # All cases are made, and so checked, before the first is measured.
-    wanted = product(config["ranks"], config["profile"])
-    cases = [make_case(config, *where, config["tokens"]) for where in wanted]
+    check(config)
     rows = []
-    for case in cases:
+    for ranks, profile in product(config["ranks"], config["profile"]):
+        case = make_case(config, ranks, profile, config["tokens"])
         case = with_budget(case, config["budget_share"])
         found = measure(case, config["repeats"])
         found[0]["growth"] = growth(case, found[0])
@@ -65,13 +75,19 @@ def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
     return exact, rows, ratios(rows, config["tokens"], config["small"])
 
 
-def make_case(config: dict, ranks: int, profile: str, tokens: int) -> Case:
-    for name, value in (("ranks", ranks), ("tokens", tokens), ("experts", config["experts"])):
-        if value < 1:
-            raise InputError(f"--{name} {value}: should be 1 or more")
+def check(config: dict) -> None:
+    """Raise InputError for what no case can be made of."""
+    positive = ("tokens", "small", "ranks", "hidden", "intermediate", "experts")
+    counts = ("chunk", "receive_rows", "max_foreign", "repeats")
+    ranges = dict.fromkeys(positive, (1, inf)) | dict.fromkeys(counts, (0, inf))
+    check_ranges(config, ranges | {"budget_share": (0, 1), "top_k": (1, config["experts"])})
     if config["dtype"] not in TOLERANCES:
         raise InputError(f"--dtype {config['dtype']}: there are {', '.join(TOLERANCES)}")
-    check_profile(profile, config["experts"])
+    for profile in config["profile"]:
+        check_profile(profile, config["experts"])
+
+
+def make_case(config: dict, ranks: int, profile: str, tokens: int) -> Case:
     return Case(
         ranks=ranks,
         profile=profile,
@@ -206,12 +222,12 @@ def metered_method(name: str, work: Work, rank: int) -> tuple[Figures, dict[str,
 def plans(name: str, work: Work) -> tuple[DispatchPlan, DispatchPlan, int]:
     """The native plan, the method's own, and its number of chunks."""
     case = work.case
-    # Every rank has the same ids.
+    # Every rank has the same ids, in another order.
     counts = [torch.bincount(work.ids.flatten(), minlength=case.experts).tolist()] * case.ranks
     native = plan_native(counts)
     if name == "ours":
         return native, work.routings[-1].plan, len(work.routings[-1].chunks)
-    return native, least_loaded(case)(counts) if name == "llep" else native, 1
+    return native, native if name == "plain_ep" else least_loaded(case)(counts), 1
 
 
 def expert_bytes(case: Case) -> int:
@@ -289,11 +305,18 @@ def ratios(rows: list[dict], tokens: int, small: Sequence[int]) -> dict[str, flo
     def skewed(profile: str) -> bool:
         return profile != BALANCED
 
+    def eight(ranks: int) -> bool:
+        return ranks == 8
+
     found = [largest("seconds", "llep", size) for size in small]
     growths = [r["growth"] for r in rows if r["growth"] is not None and r["tokens"] == tokens]
     return {
         "increment_vs_llep_max": largest("increment_bytes", "llep", tokens),
-        "peak_vs_llep_ep8_max": largest("peak_bytes", "llep", tokens, ranks=lambda r: r == 8),
+        "increment_vs_llep_autograd_max": largest("increment_bytes", "llep_autograd", tokens),
+        "peak_vs_llep_ep8_max": largest("peak_bytes", "llep", tokens, ranks=eight),
+        "peak_vs_llep_autograd_ep8_max": largest(
+            "peak_bytes", "llep_autograd", tokens, ranks=eight
+        ),
         "increment_growth_on_doubling_n": max(growths, default=None),
         "time_vs_llep_skewed_max": largest("seconds", "llep", tokens, profile=skewed),
         "time_vs_plain_ep_skewed_max": largest("seconds", "plain_ep", tokens, profile=skewed),
@@ -307,9 +330,3 @@ def progress(row: dict) -> str:
         f"{row['increment_bytes'] / 2**20:.1f} MiB above {row['resident_bytes'] / 2**20:.1f}, "
         f"{row['seconds'] or 0:.3f} s, error {row['error']:.1g}"
     )
-
-
-if __name__ == "__main__":
-    from flatpeak.controller.cli import run_command
-
-    sys.exit(run_command(["bench", "dispatch", *sys.argv[1:]]))

@@ -2,30 +2,45 @@
 
 One rank's work is timed, in CPU time of one thread, so that neighbours on the machine do not count.
 Planning is the plan and all that a rank derives from it; routing is planning and the counting of
-rows and routes, without the exchange: what other ranks would send is made beforehand.
+rows and routes, without the exchange: what other ranks would send is made beforehand. Sizing is
+routing under a byte budget, which chooses the number of chunks instead.
+
+Tokens are on each rank. A budget share is of what the rank takes with the layer at once, in bf16 on
+a GPU, but no less than what holds for any routing; hidden and intermediate width are for that.
 """
 
-import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil, inf
 
 import torch
 
+from flatpeak.controller.bench import check_ranges
 from flatpeak.workers.dispatch import DispatchOptions, DispatchPlan, Routing
 from flatpeak.workers.dispatch.assignment import plan_dispatch, plan_native
 from flatpeak.workers.dispatch.cutting import Bounds
+from flatpeak.workers.dispatch.experts import block_routes, read_layout
+from flatpeak.workers.dispatch.footprint import (
+    LayerSizes,
+    dispatch_bytes,
+    layer_sizes,
+    smallest_budget,
+)
 from flatpeak.workers.dispatch.routing import agree
+from moe_families import PlainExperts
 
-Config = dict[str, int | float | str | bool]
-
-DEFAULTS: Config = {
+DEFAULTS = {
     "experts": 384,
     "ranks": 64,
     "top_k": 8,
-    "tokens": "128,1024,16384",  # on each rank
-    "chunks": "1,4,16",
+    "tokens": (128, 1024, 16384),
+    "chunks": (1, 4, 16),
+    "budget_share": (0.5, 0.2),
+    "hidden": 7168,
+    "intermediate": 2048,
     "max_foreign_experts": 2,
     "min_chunk": 1024,
     "repeats": 30,
@@ -36,26 +51,27 @@ DRAWS = 4
 
 
 def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
+    check(config)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         cases = [
-            measure(config, profile, tokens)
-            for profile in PROFILES
-            for tokens in numbers(config["tokens"])
+            measure(config, profile, tokens) for profile in PROFILES for tokens in config["tokens"]
         ]
     finally:
         torch.set_num_threads(threads)
     rows = [row for case in cases for row in case.rows]
     ratios: dict[str, float | None] = {
-        "plan_ms_max": max(row["plan_ms"] for row in rows),
-        "routing_ms_max": max(row["routing_ms"] for row in rows),
+        f"{figure}_max": max(row[figure] for row in rows if row[figure] is not None)
+        for figure in ("plan_ms", "routing_ms", "sized_ms")
     }
     return all(case.exact for case in cases), rows, ratios
 
 
-def numbers(text: str | float | bool) -> list[int]:
-    return [int(word) for word in str(text).split(",")]
+def check(config: dict) -> None:
+    """Raise InputError for what no case can be made of."""
+    least = dict.fromkeys(config, (1, inf)) | {"max_foreign_experts": (0, inf)}
+    check_ranges(config, least | {"budget_share": (0, 1), "top_k": (1, config["experts"])})
 
 
 @dataclass(frozen=True)
@@ -65,56 +81,109 @@ class Case:
 
 
 def measure(config: dict, profile: str, tokens: int) -> Case:
-    """One row for each number of chunks."""
-    ranks, experts, repeats = (int(config[key]) for key in ("ranks", "experts", "repeats"))
+    """One row for each number of chunks, and one for each budget."""
+    ranks, experts, repeats = (config[key] for key in ("ranks", "experts", "repeats"))
     ids = draw_ids(config, profile, tokens)
     counts = torch.stack([torch.bincount(each.flatten(), minlength=experts) for each in ids])
-    options = [make_options(config, math.ceil(tokens / n)) for n in numbers(config["chunks"])]
+    options = DispatchOptions(
+        max_foreign_experts=config["max_foreign_experts"], min_chunk=config["min_chunk"]
+    )
     rank = ranks - 1  # has the most to sum up over the ranks before it
     table = counts.numpy()
-    plan = plan_dispatch(table, options[0])
-    exact = is_valid(plan, counts, options[0]) and plan == plan_dispatch(table.tolist(), options[0])
-    plan_ms = milliseconds(lambda: derive(plan_dispatch(table, options[0]), table, rank), repeats)
+    plan = plan_dispatch(table, options)
+    exact = is_valid(plan, counts, options) and plan == plan_dispatch(table.tolist(), options)
     mean = sum(plan.loads) / ranks
+    about = {
+        "experts": experts,
+        "ranks": ranks,
+        "profile": profile,
+        "tokens": tokens,
+        "plan_ms": milliseconds(
+            lambda: derive(plan_dispatch(table, options), table, rank), repeats
+        ),
+        "imbalance_native": max(plan_native(table).loads) / mean,
+        "imbalance": max(plan.loads) / mean,
+        "foreign_experts": sum(map(len, plan.foreign)),
+    }
     rows = []
-    for chosen in options:
-        gathered, bounds = Gathered(rank), Bounds(chosen, None)
-        routing = agree(dict(enumerate(ids)), gathered.from_all, rank, ranks, experts, bounds)
-        own = {rank: ids[rank]}
-
-        def route(gathered=gathered, bounds=bounds, own=own) -> Routing:
-            return agree(own, gathered.from_one, rank, ranks, experts, bounds)
-
-        exact = exact and route() == routing and counts_every_row(routing, ids)
-        rows.append(
-            {
-                "experts": experts,
-                "ranks": ranks,
-                "profile": profile,
-                "tokens": tokens,
-                "chunks": len(routing.chunks),
-                "plan_ms": plan_ms,
-                "routing_ms": milliseconds(route, repeats),
-                "rounds": len(gathered.stacks),
-                "imbalance_native": max(plan_native(table).loads) / mean,
-                "imbalance": max(plan.loads) / mean,
-                "foreign_experts": sum(map(len, plan.foreign)),
-            }
-        )
+    for bounds in all_bounds(config, options, ids):
+        agreed = agree_alone(ids, experts, bounds, repeats)
+        routing, budget = agreed.routing, bounds.options.budget_bytes
+        exact = exact and agreed.repeatable and counts_every_row(routing, ids)
+        if bounds.footprint is not None and budget is not None:
+            exact = exact and bounds.footprint(routing.extent(tokens)) <= budget
+        figure, other = ("routing_ms", "sized_ms")[:: 1 if budget is None else -1]
+        sized = {"budget_bytes": budget, figure: agreed.milliseconds, other: None}
+        rows.append(about | {"chunks": len(routing.chunks), "rounds": agreed.rounds} | sized)
     return Case(exact, rows)
 
 
-def make_options(config: dict, tokens_per_chunk: int) -> DispatchOptions:
-    return DispatchOptions(
-        tokens_per_chunk=tokens_per_chunk,
-        max_foreign_experts=int(config["max_foreign_experts"]),
-        min_chunk=int(config["min_chunk"]),
+def all_bounds(config: dict, options: DispatchOptions, ids: list[torch.Tensor]) -> list[Bounds]:
+    """What each row's layer is held to."""
+    tokens, sizes = len(ids[0]), gpu_sizes(config)
+    at_once = agree_alone(ids, config["experts"], Bounds(options, None), 0).routing
+    least = smallest_budget(
+        sizes,
+        experts=config["experts"],
+        ranks=len(ids),
+        tokens=tokens,
+        max_foreign=options.max_foreign_experts,
+    )
+    whole = dispatch_bytes(sizes, at_once.extent(tokens))
+    budgets = dict.fromkeys(max(least, int(share * whole)) for share in config["budget_share"])
+    return [
+        *(
+            Bounds(replace(options, tokens_per_chunk=ceil(tokens / number)), None)
+            for number in config["chunks"]
+        ),
+        *(
+            Bounds(replace(options, budget_bytes=budget), partial(dispatch_bytes, sizes))
+            for budget in budgets
+        ),
+    ]
+
+
+def gpu_sizes(config: dict) -> LayerSizes:
+    """Of experts in bf16, as they are on a GPU."""
+    with torch.device("meta"):
+        experts = PlainExperts(1, hidden=config["hidden"], intermediate=config["intermediate"])
+        experts = experts.to(torch.bfloat16)
+        hidden = torch.empty(1, config["hidden"], dtype=torch.bfloat16)
+        weights = torch.empty(1, config["top_k"], dtype=torch.bfloat16)
+    sizes = layer_sizes(read_layout(experts), list(experts.parameters()), hidden, weights)
+    return replace(sizes, block_routes=block_routes(torch.device("cuda")), separate_products=True)
+
+
+@dataclass(frozen=True)
+class Agreed:
+    routing: Routing
+    repeatable: bool
+    """Whether one rank comes to what all ranks together came to."""
+    rounds: int
+    milliseconds: float | None
+
+
+def agree_alone(ids: list[torch.Tensor], experts: int, bounds: Bounds, repeats: int) -> Agreed:
+    """What the last of all ranks agrees on, and the time that its own part takes."""
+    ranks, rank = len(ids), len(ids) - 1
+    gathered = Gathered(rank)
+    together = agree(dict(enumerate(ids)), gathered.from_all, rank, ranks, experts, bounds)
+    own = {rank: ids[rank]}
+
+    def alone() -> Routing:
+        return agree(own, gathered.from_one, rank, ranks, experts, bounds)
+
+    return Agreed(
+        routing=together,
+        repeatable=alone() == together,
+        rounds=len(gathered.stacks),
+        milliseconds=milliseconds(alone, repeats) if repeats else None,
     )
 
 
 def draw_ids(config: dict, profile: str, tokens: int) -> list[torch.Tensor]:
     """Distinct experts for each token [tokens, k], one table a rank."""
-    ranks, experts, top_k = (int(config[key]) for key in ("ranks", "experts", "top_k"))
+    ranks, experts, top_k = (config[key] for key in ("ranks", "experts", "top_k"))
     make = torch.Generator().manual_seed(0)
     odds = torch.ones(experts)
     if profile == "80/16":  # four of five routes to 16 experts
@@ -166,7 +235,7 @@ def is_valid(plan: DispatchPlan, counts: torch.Tensor, options: DispatchOptions)
     """Whether each route has one place, and no rank more experts, smaller pieces, or more load than
     the options allow."""
     native = plan_native(counts.numpy())
-    limit = math.ceil(options.capacity_factor * sum(native.loads) / plan.ranks)
+    limit = ceil(options.capacity_factor * sum(native.loads) / plan.ranks)
     least = max(1, min(options.min_chunk, limit // 8))
     pieces = [(e, rank, routes) for e, held in enumerate(plan.segments) for rank, routes in held]
     placed = [sum(routes for _, routes in held) for held in plan.segments]

@@ -3,10 +3,12 @@
     python tests/gpu/dispatch.py [--profile r/h ...] [--tokens N] [--chunk c] ... [--json]
 
 One process without collectives (an expert-parallel degree of 1), so all methods compute the same
-routes. Beside those of `flatpeak bench dispatch` it runs dense eager experts. The report has the
-shape of that bench's. Without a GPU it runs a small case on the CPU under `PeakMeter`.
+routes. Beside those of `flatpeak bench dispatch`, which says what the options mean, it runs dense
+eager experts. The report has the shape of that bench's. Without a GPU it runs a small case on the
+CPU under `PeakMeter`. It imports nothing beyond torch and what comes with it.
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -15,12 +17,18 @@ from typing import Any
 
 import torch
 
-from flatpeak.controller.bench import BenchReport, load_bench, parse_options, versions
-from flatpeak.controller.runs import to_json
+from flatpeak.controller.bench import (
+    BenchReport,
+    describe_options,
+    load_bench,
+    parse_options,
+    versions,
+)
+from flatpeak.workers.errors import InputError
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 bench = load_bench(CHECKOUT, "dispatch")
-METHODS = ("ours", "llep", "plain_ep", "dense")
+METHODS = (*bench.COMPARED, "dense")
 
 # The layer of Qwen3-30B-A3B.
 ON_GPU = {
@@ -32,12 +40,13 @@ ON_GPU = {
     "dtype": "bfloat16",
 }
 ON_CPU = {"profile": ("balanced", "80/16"), "tokens": 256, "chunk": 64, "hidden": 64, "experts": 32}
+# Of one rank without a budget.
+NOT_HERE = ("ranks", "small", "budget_share")
 
 
 def defaults(device: str) -> dict:
     chosen = bench.DEFAULTS | (ON_GPU if device == "cuda" else ON_CPU)
-    del chosen["ranks"]
-    return chosen
+    return {key: value for key, value in chosen.items() if key not in NOT_HERE}
 
 
 def run(config: dict, device: str) -> tuple[bool, list[dict], dict[str, float | None]]:
@@ -81,8 +90,20 @@ def ratios(rows: list[dict]) -> dict[str, float | None]:
 
 def main(words: Sequence[str]) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if {"--help", "-h"} & set(words):
+        print(describe_options(__doc__, defaults(device)))
+        return 0
+    try:
+        return check(words, device)
+    except InputError as error:
+        print(f"{Path(__file__).name}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def check(words: Sequence[str], device: str) -> int:
     config = defaults(device)
     config |= parse_options([word for word in words if word != "--json"], config)
+    bench.check(bench.DEFAULTS | config)
     exact, rows, found = run(config, device)
     report = BenchReport(
         bench="gpu/dispatch",
@@ -93,7 +114,7 @@ def main(words: Sequence[str]) -> int:
         versions=versions(CHECKOUT) | {"device": device_name(device)},
     )
     if "--json" in words:
-        print(to_json(asdict(report)))
+        print(json.dumps(asdict(report)))
     else:
         for name, value in report.ratios.items():
             print(f"{name} {value:.3f}")

@@ -1,12 +1,24 @@
 #!/bin/sh
-# Run every device check and leave its report as JSON in the folder given, or in $OUT.
+# Run every device check of this checkout; each that passes leaves its report as JSON in the folder
+# given, or in $OUT. PYTHON names the interpreter; by default the checkout's own, else python3.
 set -eu
-here=$(dirname "$0")
+here=$(cd "$(dirname "$0")" && pwd)
+checkout=$(dirname "$(dirname "$here")")
 out=${1:-${OUT:?name a folder for the reports, or set OUT}}
-python=${PYTHON:-python3}
+python=${PYTHON:-$checkout/.venv/bin/python}
+[ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
+export PYTHONPATH="$checkout/controller:$checkout/workers:$checkout/kernels${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$out"
 failed=0
 for check in "$here"/*.py; do
-    "$python" "$check" --json >"$out/$(basename "$check" .py).json" || failed=1
+    report=$out/$(basename "$check" .py).json
+    rm -f "$report"
+    if "$python" "$check" --json >"$report.part"; then
+        mv "$report.part" "$report"
+    else
+        echo "$check failed; it leaves no report" >&2
+        rm "$report.part"
+        failed=1
+    fi
 done
 exit $failed

@@ -3,18 +3,29 @@
 import json
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 
 import pytest
 
-from flatpeak.controller.bench import find_checkout, list_benches, parse_options, run_bench
+from flatpeak.controller.bench import (
+    check_ranges,
+    describe_options,
+    find_checkout,
+    list_benches,
+    parse_options,
+    run_bench,
+)
 from flatpeak.controller.cli import run_command
 from flatpeak.workers.errors import InputError
 
 DEFAULTS = {"world": 2, "scale": 1.5, "label": "plain", "bias": False, "tokens_per_chunk": 8}
 
 BENCH = '''
-"""A bench that measures nothing."""
+"""A bench that measures nothing.
+
+And says so.
+"""
 import math
 import bench_harness
 
@@ -113,6 +124,65 @@ def test_an_unknown_bench_is_refused_with_those_that_exist(checkout, capfd):
     err = capfd.readouterr().err
     assert err.startswith("flatpeak: no bench 'nothign' in ")
     assert err.endswith("; there are: nothing\n")
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_lists_the_benches(checkout, capfd, flag):
+    (checkout / "tests" / "benchmarks" / "silent.py").write_text("raise ImportError")
+    assert run_command(["bench", flag]) == 0
+    out = capfd.readouterr().out
+    assert "Usage: flatpeak bench" in out
+    assert out.endswith("Benches:\n  nothing  A bench that measures nothing.\n  silent\n")
+
+
+def test_help_outside_a_checkout_says_that_there_is_none(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flatpeak.controller.bench.BENCHES", Path("absent"))
+    assert run_command(["bench", "--help"]) == 0
+    assert "no source checkout with absent around" in capfd.readouterr().out
+
+
+def test_help_of_a_bench_lists_its_options_with_defaults(checkout, capfd):
+    assert run_command(["bench", "nothing", "--help", "--world", "4"]) == 0
+    assert capfd.readouterr() == (
+        "A bench that measures nothing.\n\nAnd says so.\n\n"
+        "Options and their defaults:\n"
+        "  --world  2\n  --scale  1.5\n  --label  plain\n  --bias   false\n  --wrong  false\n",
+        "",
+    )
+
+
+def test_help_marks_an_option_with_several_values():
+    assert describe_options(None, {"token_tile": (1, 2), "seed": 0}).splitlines() == [
+        "Options and their defaults; ... takes several values, with commas or by repetition:",
+        "  --token-tile ...  1,2",
+        "  --seed            0",
+    ]
+
+
+def test_a_bench_must_be_named(checkout, capfd):
+    assert run_command(["bench"]) == 2
+    assert capfd.readouterr().err == (
+        "flatpeak: name a bench of tests/benchmarks; flatpeak bench --help lists them\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"ranks": (2, 0)}, "--ranks 0: should be 1 or more"),
+        ({"top_k": 9}, "--top-k 9: should be from 1 to 8"),
+        ({"share": float("nan")}, "--share nan: should be from 0 to 1"),
+        ({"share": 1.5}, "--share 1.5: should be from 0 to 1"),
+    ],
+    ids=["one of several", "above", "not a number", "a share"],
+)
+def test_a_value_out_of_range_is_refused_with_the_legal_range(config, message):
+    ranges = {"ranks": (1, inf), "top_k": (1, 8), "share": (0, 1)}
+    check_ranges({"ranks": (2, 4), "top_k": 8, "share": 0}, ranges)
+    with pytest.raises(InputError) as refused:
+        check_ranges({"ranks": (2, 4), "top_k": 8, "share": 0} | config, ranges)
+    assert str(refused.value) == message
 
 
 def test_options_take_the_type_of_their_default():

@@ -2,6 +2,8 @@
 
 import json
 import os
+import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from dispatch_methods import METHODS, Case, make_work, run_pass
 from flatpeak.controller.bench import load_bench, run_bench
 from flatpeak.workers.dispatch import DispatchOptions
 from flatpeak.workers.errors import InputError
+from moe_families import profile
 from ranks import run_ranks
 
 CHECKOUT = Path(__file__).parents[2]
@@ -29,6 +32,8 @@ SMALL = {
     "repeats": 1,
 }
 SIZES = [f"--{key}={value}" for key, value in SMALL.items()]
+
+COMPARED = ("ours", "llep", "llep_autograd", "plain_ep")
 
 CASE = Case(
     ranks=2,
@@ -50,9 +55,10 @@ def test_a_run_is_exact_and_gives_every_ratio():
     assert report.exact
     # Nothing ran on eight ranks.
     assert report.ratios.pop("peak_vs_llep_ep8_max") is None
+    assert report.ratios.pop("peak_vs_llep_autograd_ep8_max") is None
     assert all(isinstance(ratio, float) and ratio > 0 for ratio in report.ratios.values())
     assert [(row["method"], row["tokens"]) for row in report.rows] == [
-        (method, tokens) for tokens in (96, 128) for method in ("ours", "llep", "plain_ep")
+        (method, tokens) for tokens in (96, 128) for method in COMPARED
     ]
     for row in report.rows:
         assert row["peak_bytes"] >= row["increment_bytes"] >= row["bounded_bytes"] > 0
@@ -74,29 +80,117 @@ def test_a_profile_that_no_layer_has_is_refused(profile: str):
         run_bench("dispatch", [f"--profile={profile}", *SIZES], start=CHECKOUT)
 
 
+@pytest.mark.parametrize(
+    ("option", "legal"),
+    [
+        ("ranks=2,0", "--ranks 0: should be 1 or more"),
+        ("tokens=0", "--tokens 0: should be 1 or more"),
+        ("small=0", "--small 0: should be 1 or more"),
+        ("hidden=0", "--hidden 0: should be 1 or more"),
+        ("intermediate=-1", "--intermediate -1: should be 1 or more"),
+        ("experts=0", "--experts 0: should be 1 or more"),
+        ("top-k=9", "--top-k 9: should be from 1 to 8"),
+        ("top-k=0", "--top-k 0: should be from 1 to 8"),
+        ("chunk=-1", "--chunk -1: should be 0 or more"),
+        ("receive-rows=-1", "--receive-rows -1: should be 0 or more"),
+        ("max-foreign=-1", "--max-foreign -1: should be 0 or more"),
+        ("repeats=-1", "--repeats -1: should be 0 or more"),
+        ("budget-share=-0.1", "--budget-share -0.1: should be from 0 to 1"),
+        ("budget-share=nan", "--budget-share nan: should be from 0 to 1"),
+        ("dtype=int8", "--dtype int8: there are float32, float64, bfloat16"),
+    ],
+)
+def test_an_option_out_of_range_is_refused(option: str, legal: str):
+    with pytest.raises(InputError) as refused:
+        run_bench("dispatch", ["--experts=8", "--top-k=4", f"--{option}"], start=CHECKOUT)
+    assert str(refused.value) == legal
+
+
 DEVICE_CHECK = """
 import runpy, sys
 path, *sys.argv[1:] = sys.argv[1:]
 try:
     runpy.run_path(path, run_name="__main__")
 finally:
-    assert "ray" not in sys.modules
+    assert not {"ray", "typer", "pydantic"} & set(sys.modules)
 """
 
 
-def test_the_device_check_runs_without_a_device_and_without_ray():
+DEVICE_SCRIPT = str(CHECKOUT / "tests" / "gpu" / "dispatch.py")
+
+
+def test_the_device_check_runs_without_a_device_and_with_torch_alone():
     roots = [str(CHECKOUT / folder) for folder in ("controller", "workers", "kernels")]
-    path = str(CHECKOUT / "tests" / "gpu" / "dispatch.py")
+    words = ["--json", "--tokens=64", "--profile=50/4"]
     done = subprocess.run(
-        [sys.executable, "-c", DEVICE_CHECK, path, "--json", "--tokens=64", "--profile=50/4"],
+        [sys.executable, "-c", DEVICE_CHECK, DEVICE_SCRIPT, *words],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(roots), "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         check=True,
     )
     report = json.loads(done.stdout)
     assert report["exact"]
-    assert [row["method"] for row in report["rows"]] == ["ours", "llep", "plain_ep", "dense"]
+    assert [row["method"] for row in report["rows"]] == [*COMPARED, "dense"]
     assert all(ratio > 0 for ratio in report["ratios"].values())
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "out", "err"),
+    [
+        ("--help", 0, "--profile ...   balanced,80/16\n", ""),
+        ("--top-k=99", 2, "", "dispatch.py: --top-k 99: should be from 1 to 32\n"),
+        ("--ranks=2", 2, "", "dispatch.py: no option --ranks; the nearest is"),
+    ],
+    ids=["help", "out of range", "unknown"],
+)
+def test_the_device_check_says_what_its_options_are(
+    word: str, code: int, out: str, err: str, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", [DEVICE_SCRIPT, word])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(DEVICE_SCRIPT, run_name="__main__")
+    said = capsys.readouterr()
+    assert left.value.code == code
+    assert out in said.out
+    assert err in said.err
+    assert said.err.count("\n") == (code > 0)
+
+
+def test_only_device_checks_that_pass_leave_a_report(tmp_path: Path):
+    folder, out = tmp_path / "tests" / "gpu", tmp_path / "out"
+    folder.mkdir(parents=True)
+    shutil.copy(CHECKOUT / "tests" / "gpu" / "run.sh", folder)
+    (folder / "passes.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    (folder / "fails.py").write_text("print('{', flush=True); raise SystemExit(4)")
+    out.mkdir()
+    (out / "fails.json").write_text("of an earlier run")
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@" of-the-checkout\n')
+    python.chmod(0o755)
+    given = {key: value for key, value in os.environ.items() if key != "PYTHON"}
+    command = ["sh", str(folder / "run.sh"), str(out)]
+    for chosen, words in (
+        ({}, ["--json", "of-the-checkout"]),
+        ({"PYTHON": sys.executable}, ["--json"]),
+    ):
+        done = subprocess.run(command, env=given | chosen, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "fails.py failed; it leaves no report" in done.stderr
+        assert [path.name for path in out.iterdir()] == ["passes.json"]
+        assert json.loads((out / "passes.json").read_text()) == words
+
+
+@pytest.mark.parametrize("skew", ["balanced", "80/4"])
+def test_ranks_have_the_same_tokens_in_different_order(skew: str):
+    case = replace(CASE, profile=skew)
+    first, second = (case.expert_ids(rank) for rank in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(first, case.expert_ids(0))
+    expected = profile(case.tokens, case.experts, case.top_k, *((80, 4) if "/" in skew else (0, 0)))
+    for ids in (first, second):
+        assert sorted(ids.tolist()) == sorted(expected.tolist())
 
 
 def _metered(rank: int, case: Case, method: str) -> tuple[int, int, int]:
@@ -110,12 +204,12 @@ EXPERT = 3 * CASE.hidden * CASE.intermediate * 4
 
 
 @pytest.mark.parametrize(
-    ("profile", "landed", "largest"), [("balanced", 256, 16), ("100/1", 512, 512)]
+    ("skew", "landed", "largest"), [("balanced", 256, 16), ("100/1", 512, 512)]
 )
 def test_plain_expert_parallelism_peaks_at_three_sets_of_routes(
-    profile: str, landed: int, largest: int
+    skew: str, landed: int, largest: int
 ):
-    case = replace(CASE, profile=profile)
+    case = replace(CASE, profile=skew)
     [(resident, increment, _), _] = run_ranks(2, _metered, case, "plain_ep")
     tokens, routes = case.tokens, case.tokens * case.top_k
     assert resident == 4 * tokens * ROW + routes * (8 + 4 + 4) + 16 * EXPERT * 2
@@ -124,6 +218,15 @@ def test_plain_expert_parallelism_peaks_at_three_sets_of_routes(
     rows = 3 * landed * ROW - tokens * ROW + 8 * (routes + landed)
     # One expert's projections and their gradients, of width I: at most ten.
     assert rows <= increment <= rows + 10 * largest * case.intermediate * 4
+
+
+def test_autograd_peaks_at_four_sets_of_routes():
+    [(_, increment, _), _] = run_ranks(2, _metered, CASE, "llep_autograd")
+    routes = landed = CASE.tokens * CASE.top_k
+    # The rows, and of the weighted sum the outputs, their gradients and what the gradients of the
+    # weights are summed from, before the gradients of the tokens exist; the routes' ways and back.
+    rows = (4 * landed - CASE.tokens) * ROW + 2 * 8 * (routes + landed)
+    assert rows <= increment <= rows + routes * 4
 
 
 def test_moved_experts_and_their_gradients_count_in_full():
@@ -154,10 +257,16 @@ def test_ratios_are_the_largest_over_the_cases_that_they_are_about():
     ratios = load_bench(CHECKOUT, "dispatch").ratios
     rows = [
         cell(method, ranks, profile, tokens)
-        for method in ("llep", "plain_ep")
+        for method in ("llep", "llep_autograd", "plain_ep")
         for ranks in (2, 8)
         for profile in ("balanced", "80/16")
         for tokens in (512, 128)
+    ]
+    rows[:] = [
+        entry | {"increment_bytes": 2, "peak_bytes": 4}
+        if entry["method"] == "llep_autograd"
+        else entry
+        for entry in rows
     ]
     rows += [
         cell("ours", 2, "balanced", 512, increment_bytes=0.5, peak_bytes=0.9, seconds=9, growth=1),
@@ -168,7 +277,9 @@ def test_ratios_are_the_largest_over_the_cases_that_they_are_about():
     ]
     assert ratios(rows, 512, (128, 64)) == {
         "increment_vs_llep_max": 0.5,
+        "increment_vs_llep_autograd_max": 0.25,
         "peak_vs_llep_ep8_max": 0.4,
+        "peak_vs_llep_autograd_ep8_max": 0.1,
         "increment_growth_on_doubling_n": 1.5,
         "time_vs_llep_skewed_max": 3,
         "time_vs_plain_ep_skewed_max": 3,

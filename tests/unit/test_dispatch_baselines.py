@@ -1,4 +1,4 @@
-"""The measured baselines, plain expert parallelism and LLEP, equal dense results."""
+"""The measured baselines, plain expert parallelism and LLEP both ways, equal dense results."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expert_parallel import expert_parallel
+from expert_parallel import expert_parallel, expert_parallel_autograd
 from flatpeak.workers.dispatch.assignment import plan_least_loaded, plan_native
 from moe_families import (
     Results,
@@ -21,9 +21,11 @@ from moe_families import (
 )
 from ranks import run_ranks
 
-PLANNERS = {
-    "plain": plan_native,
-    "llep": partial(plan_least_loaded, capacity_factor=1.0, min_chunk=1, max_foreign=99),
+LEAST_LOADED = partial(plan_least_loaded, capacity_factor=1.0, min_chunk=1, max_foreign=99)
+METHODS = {
+    "plain": partial(expert_parallel, planner=plan_native),
+    "llep": partial(expert_parallel, planner=LEAST_LOADED),
+    "llep by autograd": partial(expert_parallel_autograd, planner=LEAST_LOADED),
 }
 
 
@@ -32,13 +34,12 @@ def _results(rank: int, method: str, experts: int, tokens: list[Tokens]) -> Resu
     buffers = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
 
     def forward(module, t: Tokens) -> torch.Tensor:
-        return expert_parallel(
+        return METHODS[method](
             module,
             t.hidden,
             t.ids,
             t.weights,
             group=dist.group.WORLD if len(tokens) > 1 else None,
-            planner=PLANNERS[method],
             gradients=[buffers["gate_up_proj"], buffers["down_proj"]],
         )
 
@@ -57,7 +58,7 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.parametrize("method", PLANNERS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(
     ("lengths", "experts"),
@@ -73,9 +74,11 @@ def test_a_baseline_equals_dense(method: str, routing: str, lengths: tuple[int, 
     assert_equals_dense(make_experts("plain", experts), tokens, results)
 
 
-def test_no_tokens_at_all_give_zero_gradients():
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("experts", [8, 1], ids=["some experts each", "a rank without"])
+def test_no_tokens_at_all_give_zero_gradients(method: str, experts: int):
     tokens = [make_tokens(random_ids(0, 8, 4)) for _ in range(2)]
-    for results in run_ranks(2, _results, "llep", 8, tokens):
+    for results in run_ranks(2, _results, method, experts, tokens):
         assert results.output.shape == (0, 12)
         for gradient in results.parameters.values():
             assert torch.equal(gradient, torch.zeros_like(gradient))

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flatpeak.workers.errors import DataError, InputError
 from ranks import run_ranks
 
 
@@ -26,3 +27,16 @@ def test_ranks_reduce_over_gloo():
 def test_a_failing_rank_fails_the_call_with_its_traceback():
     with pytest.raises(AssertionError, match="rank one has enough"):
         run_ranks(2, _fail_on_rank_one)
+
+
+def _refuse_on_rank_one(rank: int) -> None:
+    if rank == 1:
+        raise DataError("--tokens 0: should be 1 or more")
+    dist.barrier()
+
+
+def test_what_a_rank_refuses_is_raised_as_it_is():
+    with pytest.raises(InputError) as refused:
+        run_ranks(2, _refuse_on_rank_one)
+    assert type(refused.value) is DataError
+    assert str(refused.value) == "--tokens 0: should be 1 or more"

@@ -8,9 +8,10 @@ A bench is a module `tests/benchmarks/NAME.py` with
 which measures both sides in one process and returns whether they agreed, the rows, and the ratios.
 The frame parses options against DEFAULTS, where a tuple stands for an option that may be repeated
 and takes values with commas between them, adds the versions, and withholds the ratios where the
-results were not exact: a wrong answer has no speed.
+results were not exact: a wrong answer has no speed. The module's docstring is its help.
 """
 
+import ast
 import difflib
 import importlib.util
 import os
@@ -18,10 +19,11 @@ import platform
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import metadata
+from math import inf
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -81,6 +83,50 @@ def list_benches(root: Path) -> list[str]:
     return sorted(name for name in names if not name.startswith(("_", "test_", "conftest")))
 
 
+def describe_benches(*, start: Path | None = None) -> str:
+    """One line a bench of the checkout around `start`, without importing any."""
+    root = find_checkout(start or Path.cwd())
+    names = list_benches(root)
+    width = max(map(len, names), default=0)
+    lines = []
+    for name in names:
+        text = (root / BENCHES / f"{name}.py").read_text(encoding="utf-8")
+        lines.append(
+            f"  {name:{width}}  {_first_line(ast.get_docstring(ast.parse(text)))}".rstrip()
+        )
+    return "\n".join(["Benches:", *lines])
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").partition("\n")[0]
+
+
+def describe_bench(name: str, *, start: Path | None = None) -> str:
+    """What the bench says of itself, and its options."""
+    module = load_bench(find_checkout(start or Path.cwd()), name)
+    return describe_options(module.__doc__, module.DEFAULTS)
+
+
+def describe_options(text: str | None, defaults: Mapping[str, Value]) -> str:
+    """`text`, and one line for each option of `defaults`."""
+    names = {
+        k: f"{_flag(k)} ..." if isinstance(v, tuple) else _flag(k) for k, v in defaults.items()
+    }
+    width = max(map(len, names.values()), default=0)
+    lines = [f"  {names[key]:{width}}  {_default(value)}" for key, value in defaults.items()]
+    note = "; ... takes several values, with commas or by repetition"
+    several = any(isinstance(value, tuple) for value in defaults.values())
+    title = f"Options and their defaults{note if several else ''}:"
+    head = [text.strip(), ""] if text else []
+    return "\n".join([*head, title, *lines])
+
+
+def _default(value: Value) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_default, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def load_bench(root: Path, name: str) -> ModuleType:
     if name not in list_benches(root):
         raise InputError(
@@ -118,7 +164,7 @@ def parse_options(options: Sequence[str], defaults: dict[str, Value]) -> dict[st
         key = flag.removeprefix("--").replace("-", "_")
         if key not in defaults:
             near = difflib.get_close_matches(key, defaults, n=1, cutoff=0.0)
-            hint = f"the nearest is --{near[0]} of " if near else "there are "
+            hint = f"the nearest is {_flag(near[0])} of " if near else "there are "
             raise InputError(f"no option {flag}; {hint}{_flags(defaults)}")
         default = defaults[key]
         if not equals:
@@ -131,6 +177,17 @@ def parse_options(options: Sequence[str], defaults: dict[str, Value]) -> dict[st
         else:
             values[key] = _typed(flag, text, default)
     return values
+
+
+def check_ranges(config: Mapping[str, Value], ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Raise InputError for the first value outside its least and most, which are legal."""
+    for key, (least, most) in ranges.items():
+        value = config[key]
+        for each in value if isinstance(value, tuple) else (value,):
+            # Written so that NaN is refused too.
+            if not (isinstance(each, int | float) and least <= each <= most):
+                legal = f"{least} or more" if most == inf else f"from {least} to {most}"
+                raise InputError(f"{_flag(key)} {each}: should be {legal}")
 
 
 def _next_value(flag: str, words: deque[str], default: Value) -> str:
@@ -154,8 +211,12 @@ def _typed(flag: str, text: str, default: Scalar) -> Scalar:
         raise InputError(f"{flag} {text}: should be {kind}, like {default}") from None
 
 
-def _flags(defaults: dict[str, Value]) -> str:
-    return ", ".join(f"--{key}" for key in defaults) or "none"
+def _flags(defaults: Mapping[str, Value]) -> str:
+    return ", ".join(map(_flag, defaults)) or "none"
+
+
+def _flag(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
 
 
 def versions(root: Path) -> dict[str, str | int | None]:

@@ -154,16 +154,39 @@ def stop(
     print(json.dumps({"run": run, "state": str(state)}) if as_json else f"{run}: {state}")
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],  # the frame knows more: --help is an option of ours below
+    }
+)
 def bench(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Module in tests/benchmarks.")],
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Module in tests/benchmarks.")
+    ] = None,
     as_json: Json = False,
+    show_help: Annotated[
+        bool, typer.Option("--help", "-h", help="Show the benches, or the options of NAME.")
+    ] = False,
 ) -> None:
     """Run a benchmark of a source checkout; more options are its own, like --ranks 4."""
-    from flatpeak.controller.bench import run_bench
+    from flatpeak.controller.bench import BENCHES, describe_bench, describe_benches, run_bench
     from flatpeak.controller.runs import to_json
 
+    if name is None:
+        if not show_help:
+            raise InputError(f"name a bench of {BENCHES}; flatpeak bench --help lists them")
+        print(context.get_help())
+        try:
+            print(describe_benches())
+        except InputError as none:  # outside a checkout, which is no reason to refuse help
+            print(none)
+        return
+    if show_help:
+        print(describe_bench(name))
+        return
     report = run_bench(name, context.args)
     if as_json:
         print(to_json(asdict(report)))
