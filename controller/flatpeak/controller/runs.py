@@ -59,7 +59,7 @@ class StepRecord:
     device_budget_bytes: int | None = None
     """The bound on the total, as the spec has it."""
     dispatch: dict[str, float] = field(default_factory=dict)
-    """What a `DispatchReport` says, each figure of the rank where it was highest."""
+    """The figures of a `DispatchReport` on all ranks."""
     skipped: bool = False
     first_sample: int
     last_sample: int
