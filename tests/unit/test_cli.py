@@ -32,11 +32,14 @@ STEP = StepRecord(
     tokens_per_s=12345.6,
     step_seconds=0.517,
     peak_bytes={"total": 3 * 2**29, "dispatch": 2**20},
-    budget_bytes=2**31,
+    device_budget_bytes=2**31,
     first_sample=16,
     last_sample=23,
 )
-SNAPSHOT = RunEvent(kind="snapshot", time=1.5, detail={"step": 3, "files": "[2]"})
+SNAPSHOT = RunEvent(
+    kind="snapshot", time=1.5, detail={"step": 3, "folder": "runs/my-run/snapshots/step-3"}
+)
+WARNING = RunEvent(kind="warning", time=1.0, detail={"text": "the name [2] is no markup"})
 SUMMARY = Summary(
     run="my-run",
     folder="runs/my-run",
@@ -44,7 +47,7 @@ SUMMARY = Summary(
     loss=4.25,
     seconds=12.34,
     peak_bytes={"total": 2**30},
-    budget_bytes=2**32,
+    device_budget_bytes=2**32,
 )
 STEP_LINE = (
     "step  3/20  loss 5.4322  grad 1.234  lr 3.00e-04  peak 1.500 GiB (75.0%)  "
@@ -188,7 +191,7 @@ def test_train_hands_the_job_with_its_overrides_to_the_launch(job_file, monkeypa
     assert (job.train.steps, job.run, job.resume) == (20, "b", True)
     assert capsys.readouterr().out.splitlines() == [
         STEP_LINE,
-        "snapshot  step=3  files=[2]",
+        "snapshot of step 3",
         "my-run: 20 steps in 12.3 s, loss 4.2500, peak 1.000 GiB (25.0%), in runs/my-run",
     ]
 
@@ -376,7 +379,62 @@ def test_a_skipped_step_and_an_unknown_peak_say_so():
         "step 20/20  loss nan  grad 1.234  lr 3.00e-04  peak -  12,346 tokens/s  0.52 s  "
         "skipped: the gradient is not finite"
     )
-    assert memory(2**30, None) == "1.000 GiB"
+
+
+@pytest.mark.parametrize(
+    ("peak", "budget", "text"),
+    [
+        (2**30, None, "1.000 GiB"),
+        (2**30 - 2**20, 2**31, "1023.0 MiB (50.0%)"),
+        (5_400_000, None, "5.1 MiB"),
+        (None, 2**30, "-"),
+    ],
+)
+def test_a_peak_is_shown_in_a_unit_that_suits_it(peak, budget, text):
+    assert memory(peak, budget) == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "detail", "line"),
+    [
+        (
+            "workers_placed",
+            {"device": "cpu", "workers": 1, "nodes": ["7f"]},
+            "1 worker (cpu) on 1 node",
+        ),
+        (
+            "workers_placed",
+            {"device": "cuda", "workers": 16, "nodes": ["7f", "80"]},
+            "16 workers (cuda) on 2 nodes",
+        ),
+        (
+            "started",
+            {"parameters": 17680, "buckets": 8, "step": 0},
+            "started with 17,680 parameters in 8 buckets",
+        ),
+        (
+            "resumed",
+            {"step": 4, "snapshot": "runs/a/snapshots/step-4"},
+            "resumes after step 4, from runs/a/snapshots/step-4",
+        ),
+        ("snapshot", {"step": 4, "folder": "runs/a/snapshots/step-4"}, "snapshot of step 4"),
+        ("warning", {"text": "few cores"}, "warning: few cores"),
+        ("interrupted", {"step": 4}, "interrupted after step 4"),
+        ("finished", {"step": 5}, None),
+        ("largest_tensors", {"shapes": {"dispatch": (3, 4)}}, None),
+        ("renamed", {"old": "a", "new": "b"}, "renamed  old=a  new=b"),
+    ],
+)
+def test_an_event_is_a_line_that_a_reader_needs(kind, detail, line):
+    assert event_line(RunEvent(kind=kind, time=0.0, detail=detail)) == line
+
+
+def test_an_event_without_a_line_leaves_no_empty_one():
+    out = io.StringIO()
+    with display_for(steps=20, json=False, out=out) as display:
+        display(RunEvent(kind="finished", time=0.0, detail={"step": 20}))
+        display(SNAPSHOT)
+    assert out.getvalue() == "snapshot of step 3\n"
 
 
 def test_a_terminal_gets_the_same_lines_above_a_bar():
@@ -384,11 +442,11 @@ def test_a_terminal_gets_the_same_lines_above_a_bar():
     console = Console(file=out, force_terminal=True, width=60, color_system=None)
     with LiveDisplay(steps=20, console=console) as display:
         display(STEP)
-        display(SNAPSHOT)
+        display(WARNING)
     display.summary(SUMMARY)
     text = out.getvalue()
     assert STEP_LINE in text
-    assert event_line(SNAPSHOT) in text
+    assert "the name [2] is no markup" in text
     assert "3/20" in text
     assert "loss 5.4322" in text
     assert text.rstrip().endswith("in runs/my-run")

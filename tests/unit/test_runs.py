@@ -41,7 +41,7 @@ def record(step: int, **changes) -> StepRecord:
         "tokens_per_s": 4096.0,
         "step_seconds": 0.5,
         "peak_bytes": {"total": 2**30, "dispatch": 2**20},
-        "budget_bytes": 2**31,
+        "device_budget_bytes": 2**31,
         "first_sample": 8 * (step - 1),
         "last_sample": 8 * step - 1,
     }
@@ -107,7 +107,7 @@ def test_the_cluster_is_noted_beside_the_driver(tmp_path):
 
 def test_records_come_back_as_they_were_written(tmp_path):
     folder = RunFolder.create(job(tmp_path))
-    steps = [record(1), record(2, skipped=True, peak_bytes={}, budget_bytes=None)]
+    steps = [record(1), record(2, skipped=True, peak_bytes={}, device_budget_bytes=None)]
     event = RunEvent(kind="snapshot", time=1.5, detail={"step": 2, "path": "snapshots/step-2"})
     for item in (steps[0], event, steps[1]):
         folder.record(item)

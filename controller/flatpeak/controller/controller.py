@@ -119,7 +119,8 @@ class Controller:
             self._workers.append(worker)
         nodes = self._ask(self._workers, "start of the workers", "node")
         self._workers = [Placed(w.name, w.handle, nodes[w.name]) for w in self._workers]
-        yield event("workers_placed", device=device, nodes=sorted(set(nodes.values())))
+        placed = {"workers": len(nodes), "nodes": sorted(set(nodes.values()))}
+        yield event("workers_placed", device=device, **placed)
         # Before the model is built, so that both start at once.
         for optimizer in start_optimizers(spec, self._workers, logs=logs, token=self._token):
             self._optimizers.append(optimizer)
@@ -231,7 +232,7 @@ class Controller:
             tokens_per_s=first.tokens / seconds,
             step_seconds=seconds,
             peak_bytes=_largest_of([result.peaks for result in results]),
-            budget_bytes=self.spec.memory.device_budget_bytes,
+            device_budget_bytes=self.spec.memory.device_budget_bytes,
             dispatch=worst_of(result.dispatch for result in results).figures(),
             skipped=not first.usable,
             first_sample=ids[0],

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from flatpeak.controller.runs import TOTAL, Event, RunEvent, StepRecord, Summary, to_json
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 class PlainDisplay(AbstractContextManager["PlainDisplay"]):
@@ -27,8 +27,8 @@ class PlainDisplay(AbstractContextManager["PlainDisplay"]):
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepRecord):
             self._write(step_line(event, steps=self._steps))
-        else:
-            self._write(event_line(event))
+        elif (line := event_line(event)) is not None:
+            self._write(line)
 
     def summary(self, summary: Summary) -> None:
         self._write(summary_line(summary))
@@ -113,19 +113,42 @@ def step_line(record: StepRecord, *, steps: int) -> str:
         f"loss {record.loss:.4f}",
         f"grad {record.grad_norm:.3f}",
         f"lr {record.lr:.2e}",
-        f"peak {memory(record.peak_bytes.get(TOTAL), record.budget_bytes)}",
+        f"peak {memory(record.peak_bytes.get(TOTAL), record.device_budget_bytes)}",
         f"{record.tokens_per_s:,.0f} tokens/s",
         f"{record.step_seconds:.2f} s",
     ]
     return "  ".join(columns + ["skipped: the gradient is not finite"] * record.skipped)
 
 
-def event_line(event: RunEvent) -> str:
-    return "  ".join([event.kind, *(f"{key}={value}" for key, value in event.detail.items())])
+def event_line(event: RunEvent) -> str | None:
+    """What a reader at the terminal needs of an event; None if nothing. `events.jsonl` has all."""
+    detail = event.detail
+    match event.kind:
+        case "workers_placed":
+            nodes = _count(len(detail["nodes"]), "node")
+            return f"{_count(detail['workers'], 'worker')} ({detail['device']}) on {nodes}"
+        case "started":
+            buckets = _count(detail["buckets"], "bucket")
+            return f"started with {detail['parameters']:,} parameters in {buckets}"
+        case "resumed":
+            return f"resumes after step {detail['step']}, from {detail['snapshot']}"
+        case "snapshot":
+            return f"snapshot of step {detail['step']}"
+        case "warning":
+            return f"warning: {detail['text']}"
+        case "interrupted":
+            return f"interrupted after step {detail['step']}"
+        case "finished" | "largest_tensors":  # said by the summary; for programs
+            return None
+    return "  ".join([event.kind, *(f"{key}={value}" for key, value in detail.items())])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def summary_line(summary: Summary) -> str:
-    peak = memory(summary.peak_bytes.get(TOTAL), summary.budget_bytes)
+    peak = memory(summary.peak_bytes.get(TOTAL), summary.device_budget_bytes)
     return (
         f"{summary.run}: {summary.steps} steps in {summary.seconds:.1f} s, loss "
         f"{summary.loss:.4f}, peak {peak}, in {summary.folder}"
@@ -133,8 +156,10 @@ def summary_line(summary: Summary) -> str:
 
 
 def memory(peak_bytes: int | None, budget_bytes: int | None) -> str:
-    """A peak in GiB and as a share of its budget, as far as they are known."""
+    """A peak and its share of its budget, as far as they are known."""
     if peak_bytes is None:
         return "-"
     share = f" ({peak_bytes / budget_bytes:.1%})" if budget_bytes else ""
+    if peak_bytes < GIB:
+        return f"{peak_bytes / MIB:.1f} MiB{share}"
     return f"{peak_bytes / GIB:.3f} GiB{share}"

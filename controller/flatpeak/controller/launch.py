@@ -158,7 +158,7 @@ class _Follower:
             loss=self._steps[-1].loss if self._steps else float("nan"),
             seconds=time.time() - self._began,
             peak_bytes=peaks,
-            budget_bytes=self._steps[-1].budget_bytes if self._steps else None,
+            device_budget_bytes=self._steps[-1].device_budget_bytes if self._steps else None,
         )
 
 

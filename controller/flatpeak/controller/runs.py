@@ -55,8 +55,11 @@ class StepRecord:
     tokens_per_s: float
     step_seconds: float
     peak_bytes: dict[str, int] = field(default_factory=dict)
-    budget_bytes: int | None = None
+    """Device memory by component, each of the rank where it was highest."""
+    device_budget_bytes: int | None = None
+    """The bound on the total, as the spec has it."""
     dispatch: dict[str, float] = field(default_factory=dict)
+    """The figures of a `DispatchReport` on all ranks."""
     skipped: bool = False
     first_sample: int
     last_sample: int
@@ -86,7 +89,7 @@ class Summary:
     loss: float
     seconds: float
     peak_bytes: dict[str, int] = field(default_factory=dict)
-    budget_bytes: int | None = None
+    device_budget_bytes: int | None = None
 
 
 class RunState(StrEnum):

@@ -5,8 +5,9 @@ nothing of ours but the same samples and initial weights. Tests compare losses a
 the demo compares its peaks, component by component.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from flatpeak.workers.data import sample_ids
 from flatpeak.workers.memory import attribute
 from flatpeak.workers.model import decays
 from flatpeak.workers.routers import auxiliary_coefficient
-from flatpeak.workers.scopes import scope
+from flatpeak.workers.scopes import OTHER, scope
 from flatpeak.workers.weights import open_weights
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class PlainTrainer:
             betas=train.betas,
             eps=train.eps,
         )
-        _open_scopes(self.model)
+        self._backward_scopes = _open_scopes(self.model)
 
     def step(self, step: int, lr: float) -> tuple[float, float]:
         """One step (from 1). Returns the loss and the gradient norm before clipping."""
@@ -77,7 +78,8 @@ class PlainTrainer:
             for name in ("inputs", "targets", "positions")
         )
         loss = self._loss(inputs, targets, positions)
-        loss.backward()
+        with self._backward_scopes:
+            loss.backward()
         return loss.item()
 
     def _loss(self, inputs: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
@@ -125,46 +127,68 @@ def _stateful(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _checkpoint(function: Any, *args: Any) -> Any:
     attribute(args[0], "boundaries")  # all that a checkpointed layer keeps is its input
-    return torch_checkpoint(function, *args, use_reentrant=False)
+    return torch_checkpoint(_layer, function, *args, use_reentrant=False)
 
 
-class _ModuleScope:
-    """Opens a scope around a module's forward and backward."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._open: list[AbstractContextManager[None]] = []
-
-    def enter(self, *_: Any) -> None:
-        context = scope(self.name)
-        context.__enter__()
-        self._open.append(context)
-
-    def leave(self, *_: Any) -> None:
-        self._open.pop().__exit__(None, None, None)
-
-    def watch(self, module: nn.Module, *, own_backward: bool = True) -> None:
-        module.register_forward_pre_hook(self.enter)
-        module.register_forward_hook(self.leave)
-        if own_backward:
-            module.register_full_backward_pre_hook(self.enter)
-        module.register_full_backward_hook(self.leave)
+def _layer(function: Any, *args: Any) -> Any:
+    # The second forward runs in the middle of the experts' backward, whose work it is not.
+    with scope(OTHER):
+        return function(*args)
 
 
-def _open_scopes(model: PreTrainedModel) -> None:
+class _BackwardScopes(AbstractContextManager[None]):
+    """Scopes that hooks open and close in a backward pass. At its end none is left open."""
+
+    def __init__(self) -> None:
+        self._open: list[ExitStack] = []
+
+    def opens(self, name: str) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            opened = ExitStack()
+            opened.enter_context(scope(name))
+            self._open.append(opened)
+
+        return enter
+
+    def close(self, *_: Any) -> None:
+        self._open.pop().close()
+
+    def __exit__(self, *error: object) -> None:
+        while self._open:  # the pass has failed
+            self.close()
+
+
+def _open_scopes(model: PreTrainedModel) -> _BackwardScopes:
+    """Opens scopes in every forward; those of a backward inside the `with` block of the result."""
+    backward = _BackwardScopes()
     for _, experts in moe_layers(model):
-        _ModuleScope("dispatch").watch(experts)
+        experts.forward = _within("dispatch", experts.forward)
+        experts.register_full_backward_pre_hook(backward.opens("dispatch"))
+        experts.register_full_backward_hook(backward.close)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: attribute(p.grad, "gradients"))
-    vocabulary = _ModuleScope("vocabulary")
     # The backward of the loss comes before that of the head: one scope spans both.
-    vocabulary.watch(model.lm_head, own_backward=False)
-    plain_loss = model.loss_function
+    head, plain_loss = model.lm_head, _within("vocabulary", model.loss_function)
+    head.forward = _within("vocabulary", head.forward)
+    head.register_full_backward_hook(backward.close)
 
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
-        with scope("vocabulary"):
-            loss = plain_loss(*args, **kwargs)
-        loss.register_hook(vocabulary.enter)
+        loss = plain_loss(*args, **kwargs)
+        if loss.requires_grad:
+            loss.register_hook(backward.opens("vocabulary"))
         return loss
 
     model.loss_function = loss_function
+    return backward
+
+
+def _within(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` in a scope. A forward hook would not close it when a recomputation, which has what
+    it needs, or an error leaves the module early."""
+
+    @wraps(function)
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with scope(name):
+            return function(*args, **kwargs)
+
+    return scoped

@@ -8,17 +8,18 @@ from flatpeak.workers.dispatch.routing import Routing
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchReport:
-    """The worst of any layer and microbatch, on one rank or on several."""
+    """Of every figure the highest of any layer, microbatch and rank that the report is on."""
 
     imbalance_before: float = 0.0
     """Routes of the busiest rank over the mean, if every expert stayed where it is."""
     imbalance_after: float = 0.0
     """The same as planned."""
     chunks: int = 0
+    """Those that a layer was cut into."""
     foreign_experts: int = 0
-    """Experts of other ranks that one rank held at once."""
+    """Experts of other ranks that a rank held at once; `max_foreign_experts` is their cap."""
     received_rows: int = 0
-    """Rows that landed on one rank in one chunk; `receive_rows` is their cap."""
+    """Rows that a rank received in one chunk; `receive_rows` is their cap."""
 
     def including(self, routing: Routing) -> "DispatchReport":
         """This report with one more layer in it."""
