@@ -18,11 +18,12 @@ from math import ceil, inf
 
 import torch
 
+from dispatch_peers import Recorder, Replay
 from flatpeak.controller.bench import check_ranges
 from flatpeak.workers.dispatch import DispatchOptions, DispatchPlan, Routing
 from flatpeak.workers.dispatch.assignment import plan_dispatch, plan_native
 from flatpeak.workers.dispatch.cutting import Bounds
-from flatpeak.workers.dispatch.experts import block_routes, read_layout
+from flatpeak.workers.dispatch.experts import read_layout
 from flatpeak.workers.dispatch.footprint import (
     LayerSizes,
     dispatch_bytes,
@@ -150,8 +151,8 @@ def gpu_sizes(config: dict) -> LayerSizes:
         experts = experts.to(torch.bfloat16)
         hidden = torch.empty(1, config["hidden"], dtype=torch.bfloat16)
         weights = torch.empty(1, config["top_k"], dtype=torch.bfloat16)
-    sizes = layer_sizes(read_layout(experts), list(experts.parameters()), hidden, weights)
-    return replace(sizes, block_routes=block_routes(torch.device("cuda")), separate_products=True)
+    parameters, device = list(experts.parameters()), torch.device("cuda")
+    return layer_sizes(read_layout(experts), parameters, hidden, weights, device=device)
 
 
 @dataclass(frozen=True)
@@ -166,17 +167,17 @@ class Agreed:
 def agree_alone(ids: list[torch.Tensor], experts: int, bounds: Bounds, repeats: int) -> Agreed:
     """What the last of all ranks agrees on, and the time that its own part takes."""
     ranks, rank = len(ids), len(ids) - 1
-    gathered = Gathered(rank)
-    together = agree(dict(enumerate(ids)), gathered.from_all, rank, ranks, experts, bounds)
-    own = {rank: ids[rank]}
+    recorder, own = Recorder(), {rank: ids[rank]}
+    together = agree(dict(enumerate(ids)), recorder, ranks, experts, bounds)[rank]
+    replay = Replay(rank, recorder.made)
 
     def alone() -> Routing:
-        return agree(own, gathered.from_one, rank, ranks, experts, bounds)
+        return agree(own, replay, ranks, experts, bounds)[rank]
 
     return Agreed(
         routing=together,
         repeatable=alone() == together,
-        rounds=len(gathered.stacks),
+        rounds=len(recorder.made),
         milliseconds=milliseconds(alone, repeats) if repeats else None,
     )
 
@@ -210,25 +211,6 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
 
     once()
     return statistics.median(once() for _ in range(repeats))
-
-
-class Gathered:
-    """The tables of all ranks, round by round, in which one rank then finds its own again."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.stacks: list[torch.Tensor] = []
-        self._round = 0
-
-    def from_all(self, tables: list[torch.Tensor]) -> torch.Tensor:
-        self.stacks.append(torch.stack(tables))
-        return self.stacks[-1]
-
-    def from_one(self, tables: list[torch.Tensor]) -> torch.Tensor:
-        stack = self.stacks[self._round % len(self.stacks)]
-        self._round += 1
-        stack[self.rank] = tables[0]
-        return stack
 
 
 def is_valid(plan: DispatchPlan, counts: torch.Tensor, options: DispatchOptions) -> bool:

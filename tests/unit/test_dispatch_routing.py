@@ -1,18 +1,16 @@
 """All ranks agree on the sizes of every chunk, and the receive cap holds for any routing."""
 
-from collections.abc import Sequence
-
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dispatch_peers import Recorder, Replay
 from flatpeak.workers.dispatch import DispatchOptions, Routing, assumed_routing, make_routing
 from flatpeak.workers.dispatch.assignment import DispatchPlan
 from flatpeak.workers.dispatch.cutting import Bounds
-from flatpeak.workers.dispatch.routing import _Together, agree, steps_at_once
+from flatpeak.workers.dispatch.routing import agree, steps_at_once
 from flatpeak.workers.errors import InputError
 from moe_families import random_ids
 from ranks import run_ranks
@@ -126,39 +124,6 @@ def assert_counted(experts: int, ids: list[torch.Tensor], chosen: DispatchOption
             assert chunk.own_routes == tuple(map(routes[rank].count, local))
             landed = [label for other in elsewhere for label in routes[other]]
             assert chunk.landed_routes == tuple(map(landed.count, local))
-
-
-class Replay:
-    """Gives one rank what all ranks together exchanged, and counts rounds."""
-
-    def __init__(self, rank: int, made: list[tuple[list[torch.Tensor], list[np.ndarray]]]) -> None:
-        self.rank, self.made, self.rounds = rank, made, 0
-
-    def gather(self, rows: list[torch.Tensor]) -> np.ndarray:
-        return self._next(rows)[0]
-
-    def deal(self, tables: list[torch.Tensor], widths: Sequence[int]) -> list[np.ndarray]:
-        return [self._next(tables)[self.rank]]
-
-    def _next(self, given: list[torch.Tensor]) -> list[np.ndarray]:
-        every, got = self.made[self.rounds]
-        (own,) = given
-        assert torch.equal(own, every[self.rank])
-        self.rounds += 1
-        return got
-
-
-class Recorder(_Together):
-    def __init__(self) -> None:
-        self.made: list[tuple[list[torch.Tensor], list[np.ndarray]]] = []
-
-    def gather(self, rows: list[torch.Tensor]) -> np.ndarray:
-        self.made.append((rows, [super().gather(rows)]))
-        return self.made[-1][1][0]
-
-    def deal(self, tables: list[torch.Tensor], widths: Sequence[int]) -> list[np.ndarray]:
-        self.made.append((tables, super().deal(tables, widths)))
-        return self.made[-1][1]
 
 
 @pytest.mark.parametrize(

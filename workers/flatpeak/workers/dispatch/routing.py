@@ -143,7 +143,7 @@ def assumed_routing(
     """
     held = dict(enumerate(expert_ids))
     bounds = Bounds(options, footprint)
-    return agree(held, _Together(), len(held), experts, bounds)[rank]
+    return agree(held, Together(), len(held), experts, bounds)[rank]
 
 
 class Peers(Protocol):
@@ -418,7 +418,7 @@ class _Group:
         return [_to_host(landed).reshape(ranks, mine, -1)]
 
 
-class _Together:
+class Together:
     """All ranks in one process."""
 
     def gather(self, rows: list[torch.Tensor]) -> np.ndarray:
