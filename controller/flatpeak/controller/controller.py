@@ -43,6 +43,7 @@ from flatpeak.workers.data import sample_ids
 from flatpeak.workers.dispatch import worst_of
 from flatpeak.workers.errors import DoesNotFit, RunFailed
 from flatpeak.workers.optimizer import clipping_factor
+from flatpeak.workers.settings import dispatch_budget_of
 from flatpeak.workers.snapshot import (
     SnapshotReader,
     commit_manifest,
@@ -233,7 +234,8 @@ class Controller:
             step_seconds=seconds,
             peak_bytes=_largest_of([result.peaks for result in results]),
             device_budget_bytes=self.spec.memory.device_budget_bytes,
-            dispatch=worst_of(result.dispatch for result in results).figures(),
+            dispatch=worst_of(result.dispatch for result in results).figures()
+            | {"budget_bytes": dispatch_budget_of(self.spec)},
             skipped=not first.usable,
             first_sample=ids[0],
             last_sample=ids[-1],

@@ -58,8 +58,8 @@ class StepRecord:
     """Device memory by component, each of the rank where it was highest."""
     device_budget_bytes: int | None = None
     """The bound on the total, as the spec has it."""
-    dispatch: dict[str, float] = field(default_factory=dict)
-    """The figures of a `DispatchReport` on all ranks."""
+    dispatch: dict[str, float | None] = field(default_factory=dict)
+    """The figures of a `DispatchReport` on all ranks, and the budget of its bytes."""
     skipped: bool = False
     first_sample: int
     last_sample: int

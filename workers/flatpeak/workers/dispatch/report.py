@@ -20,6 +20,9 @@ class DispatchReport:
     """Experts of other ranks that a rank held at once; `max_foreign_experts` is their cap."""
     received_rows: int = 0
     """Rows that a rank received in one chunk; `receive_rows` is their cap."""
+    planned_bytes: int = 0
+    """Above inputs and results of a layer, by its footprint; `budget_bytes` is their cap. 0 where
+    none is set."""
 
     def including(self, routing: Routing) -> "DispatchReport":
         """This report with one more layer in it."""
@@ -33,6 +36,7 @@ class DispatchReport:
                     chunks=len(chunks),
                     foreign_experts=len(plan.foreign[routing.rank]),
                     received_rows=max(sum(chunk.receive) for chunk in chunks),
+                    planned_bytes=routing.planned_bytes,
                 ),
             ]
         )

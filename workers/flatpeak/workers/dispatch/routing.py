@@ -54,6 +54,8 @@ class Routing:
     splits: tuple[tuple[int, int], ...]
     """(instance, routes) of this rank's routes, ordered by expert, then by token position."""
     chunks: tuple[Chunk, ...]
+    planned_bytes: int = 0
+    """What dispatch takes on this rank above its inputs and results; 0 without a footprint."""
 
     @property
     def first_instance(self) -> int:
@@ -196,8 +198,12 @@ def agree(
         }
         finer = _finer(held, views, peers, cut, bounds, most) if bounds.exist else None
         if finer is None:
-            return views
+            break
         cut, counted = finer, _count(held, views, peers, finer)
+    if bounds.footprint is None:
+        return views
+    planned = {r: bounds.footprint(view.extent(len(held[r]))) for r, view in views.items()}
+    return {r: replace(view, planned_bytes=planned[r]) for r, view in views.items()}
 
 
 # Smallest id, largest id, tokens.
