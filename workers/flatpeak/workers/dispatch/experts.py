@@ -68,10 +68,12 @@ class HeldExperts:
     natives: Sequence[torch.Tensor]
     foreign: Sequence[torch.Tensor] = ()
 
-    def each(self, which: int) -> list[torch.Tensor]:
-        """The tensor of every instance."""
-        foreign = self.foreign[which].unbind(0) if self.foreign else ()
-        return [*self.natives[which].unbind(0), *foreign]
+    def each(
+        self, which: int, view: Callable[[torch.Tensor], torch.Tensor] = lambda stack: stack
+    ) -> list[torch.Tensor]:
+        """The tensor of every instance, of stacks [instances, ...] seen through `view`."""
+        stacks = (self.natives[which], *(self.foreign[which : which + 1]))
+        return [tensor for stack in stacks for tensor in view(stack).unbind(0)]
 
     def stacked(self, which: int, first: int, last: int) -> torch.Tensor:
         """The tensors of instances `first` to `last`, all native or all foreign, as one view."""
@@ -101,9 +103,8 @@ class Projections:
         self._held = held
         self._dtype = dtype
         self._casts = held.natives[UP].dtype != dtype
-        matrices = [[layout.view(weight) for weight in held.each(which)] for which in (UP, DOWN)]
-        self._forward = matrices
-        self._backward = [[matrix.mT for matrix in each] for each in matrices]
+        self._forward = [held.each(which, layout.view) for which in (UP, DOWN)]
+        self._backward = [held.each(which, lambda w: layout.view(w).mT) for which in (UP, DOWN)]
         self._biases = [held.each(which) for which in range(DOWN + 1, len(layout.names))]
 
     def apply(
@@ -244,7 +245,7 @@ class Gradients:
     def __init__(self, layout: ExpertLayout, sums: HeldExperts) -> None:
         self.written: set[int] = set()
         self._sums = sums
-        self._matrices = [[layout.view(each) for each in sums.each(which)] for which in (UP, DOWN)]
+        self._matrices = [sums.each(which, layout.view) for which in (UP, DOWN)]
         self._biases = [sums.each(which) for which in range(DOWN + 1, len(layout.names))]
 
     def add(self, which: int, block: Block, left: torch.Tensor, right: torch.Tensor) -> None:
