@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from flatpeak.workers.dispatch.routing import Together
+from flatpeak.workers.dispatch.peers import Together
 
 
 class Recorder(Together):

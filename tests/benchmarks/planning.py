@@ -21,6 +21,7 @@ import torch
 from dispatch_peers import Recorder, Replay
 from flatpeak.controller.bench import check_ranges
 from flatpeak.workers.dispatch import DispatchOptions, DispatchPlan, Routing
+from flatpeak.workers.dispatch.agreement import agree
 from flatpeak.workers.dispatch.assignment import plan_dispatch, plan_native
 from flatpeak.workers.dispatch.cutting import Bounds
 from flatpeak.workers.dispatch.experts import read_layout
@@ -30,7 +31,6 @@ from flatpeak.workers.dispatch.footprint import (
     layer_sizes,
     smallest_budget,
 )
-from flatpeak.workers.dispatch.routing import agree
 from moe_families import PlainExperts
 
 DEFAULTS = {

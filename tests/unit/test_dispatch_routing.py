@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from dispatch_peers import Recorder, Replay
 from flatpeak.workers.dispatch import DispatchOptions, Routing, assumed_routing, make_routing
+from flatpeak.workers.dispatch.agreement import agree
 from flatpeak.workers.dispatch.assignment import DispatchPlan
+from flatpeak.workers.dispatch.counting import steps_at_once
 from flatpeak.workers.dispatch.cutting import Bounds
-from flatpeak.workers.dispatch.routing import agree, steps_at_once
 from flatpeak.workers.errors import InputError
 from moe_families import random_ids
 from ranks import run_ranks

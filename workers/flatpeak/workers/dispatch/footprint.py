@@ -11,9 +11,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from flatpeak.workers.dispatch.buffers import slab_bytes
+from flatpeak.workers.dispatch.counting import steps_at_once
 from flatpeak.workers.dispatch.cutting import Extent
 from flatpeak.workers.dispatch.experts import DOWN, UP, ExpertLayout, accurate, block_routes
-from flatpeak.workers.dispatch.routing import steps_at_once
 from flatpeak.workers.dispatch.rows import RowFormat
 from flatpeak.workers.memory import TOTAL, PeakMeter
 

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from flatpeak.workers.dispatch.agreement import make_routing
 from flatpeak.workers.dispatch.experts import ExpertLayout, read_layout
 from flatpeak.workers.dispatch.footprint import dispatch_bytes, layer_sizes
 from flatpeak.workers.dispatch.lanes import Lanes
 from flatpeak.workers.dispatch.options import DispatchOptions
 from flatpeak.workers.dispatch.passes import Backward, Forward, Inputs
-from flatpeak.workers.dispatch.routing import Group, Routing, make_routing
+from flatpeak.workers.dispatch.routing import Group, Routing
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.partition import part
 from flatpeak.workers.recompute import decide_once, is_checkpointed, is_recomputing
