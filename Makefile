@@ -29,4 +29,4 @@ format: .venv/.ready
 	touch $@
 
 clean:
-	rm -rf .venv runs .pytest_cache .ruff_cache
+	rm -rf .venv .pytest_cache .ruff_cache

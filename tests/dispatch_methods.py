@@ -40,10 +40,10 @@ class Case:
     options: DispatchOptions
 
     def expert_ids(self, rank: int) -> Tensor:
-        """[N, k]: the tokens of the profile, on each rank in an order of its own."""
+        """[N, k]: the tokens of the profile in its order, on each rank from another one on."""
         percent, hot = (0, 0) if self.profile == BALANCED else map(int, self.profile.split("/"))
         ids = profile(self.tokens, self.experts, self.top_k, percent, hot)
-        return ids[torch.randperm(self.tokens, generator=torch.Generator().manual_seed(rank))]
+        return ids.roll(rank * self.tokens // self.ranks, 0)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,14 @@ in the same processes. Memory and error come from a pass of their own; for the c
 then take turns. Every output and gradient is compared with dense ones.
 
 Tokens are on each rank; a profile r/h sends r percent of them to h hot experts. Our method gets a
-share of LLEP's increment as its budget, 0 for none, and keeps that budget for the layers of `small`
-tokens. It has `chunk` tokens of a rank on their way at once and receives `receive-rows` rows, where
-0 sets no bound. No repeats measure bytes alone.
+share of LLEP's increment as its budget, at least what holds for any routing, 0 for none, and keeps
+that budget for the layers of `small` tokens. It has `chunk` tokens of a rank on their way at once
+and receives `receive-rows` rows, where 0 sets no bound. No repeats measure bytes alone.
+
+Of a row, `resident` are inputs, weights, outputs and gradients, `increment` is the peak above them;
+`foreign` is what foreign experts take of it and `bounded` the rest; `growth` is the factor that
+twice the tokens in chunks of the same size put on `bounded`; `send_ratio` is the largest of what a
+rank sends over the mean; `error` is relative to the largest entry of the dense result.
 """
 
 import statistics
@@ -123,8 +128,14 @@ def with_budget(case: Case, share: float) -> Case:
     if not share:
         return case
     llep = run_ranks(case.ranks, metered_alone, case, "llep", timeout_s=TIMEOUT_S)
-    budget = int(share * max(figures.increment_bytes for figures in llep))
-    budget = max(budget, least_budget(case))
+    wanted = int(share * max(figures.increment_bytes for figures in llep))
+    budget = max(wanted, least_budget(case))
+    if budget > wanted:
+        print(
+            f"{case.profile}: a share of {share} is {wanted:,} bytes, raised to {budget:,}, which "
+            "hold for any routing",
+            flush=True,
+        )
     return replace(case, options=replace(case.options, budget_bytes=budget))
 
 
@@ -269,6 +280,7 @@ def row(
         "ranks": case.ranks,
         "profile": case.profile,
         "tokens": case.tokens,
+        "budget_bytes": case.options.budget_bytes if name == "ours" else None,
         "resident_bytes": max(figures.resident_bytes for figures in ranks),
         "peak_bytes": max(figures.peak_bytes for figures in ranks),
         "increment_bytes": fullest.increment_bytes,

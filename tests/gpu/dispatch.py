@@ -93,6 +93,8 @@ def main(words: Sequence[str]) -> int:
     if {"--help", "-h"} & set(words):
         print(describe_options(__doc__, defaults(device)))
         return 0
+    if device == "cpu":
+        torch.set_num_threads(1)  # small products on more threads wait for each other
     try:
         return check(words, device)
     except InputError as error:

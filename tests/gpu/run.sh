@@ -9,6 +9,7 @@ python=${PYTHON:-$checkout/.venv/bin/python}
 [ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
 export PYTHONPATH="$checkout/controller:$checkout/workers:$checkout/kernels${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$out"
+trap 'rm -f "$out"/*.json.part' EXIT
 failed=0
 for check in "$here"/*.py; do
     report=$out/$(basename "$check" .py).json
@@ -17,7 +18,6 @@ for check in "$here"/*.py; do
         mv "$report.part" "$report"
     else
         echo "$check failed; it leaves no report" >&2
-        rm "$report.part"
         failed=1
     fi
 done

@@ -214,7 +214,7 @@ def test_a_switch_needs_no_value():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--wrold", "4"], r"no option --wrold; the nearest is --world of --world, --scale"),
+        (["--wrold", "4"], r"no option --wrold; did you mean --world\? There are --world, --scale"),
         (["--world"], r"--world needs a value, like --world 2"),
         (["--world", "4.5"], r"--world 4.5: should be a whole number, like 2"),
         (["--scale", "big"], r"--scale big: should be a number, like 1.5"),

@@ -139,7 +139,7 @@ def test_the_device_check_runs_without_a_device_and_with_torch_alone():
     [
         ("--help", 0, "--profile ...   balanced,80/16\n", ""),
         ("--top-k=99", 2, "", "dispatch.py: --top-k 99: should be from 1 to 32\n"),
-        ("--ranks=2", 2, "", "dispatch.py: no option --ranks; the nearest is"),
+        ("--ranks=2", 2, "", "dispatch.py: no option --ranks; there are"),
     ],
     ids=["help", "out of range", "unknown"],
 )

@@ -163,8 +163,8 @@ def parse_options(options: Sequence[str], defaults: dict[str, Value]) -> dict[st
         flag, equals, text = word.partition("=")
         key = flag.removeprefix("--").replace("-", "_")
         if key not in defaults:
-            near = difflib.get_close_matches(key, defaults, n=1, cutoff=0.0)
-            hint = f"the nearest is {_flag(near[0])} of " if near else "there are "
+            near = difflib.get_close_matches(key, defaults, n=1)
+            hint = f"did you mean {_flag(near[0])}? There are " if near else "there are "
             raise InputError(f"no option {flag}; {hint}{_flags(defaults)}")
         default = defaults[key]
         if not equals:

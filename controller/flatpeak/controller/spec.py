@@ -167,7 +167,8 @@ class ParallelSpec(Section):
 
 class DispatchSpec(Section):
     budget_bytes: Count | Auto = "auto"
-    """Most above inputs and results; less means more chunks. auto: device_budget_bytes / 8."""
+    """Most above inputs and results; less means more chunks. auto: device_budget_bytes / 8, and no
+    bound while that is null."""
     tokens_per_chunk: Count | Auto = "auto"
     """Tokens whose routes travel at once; auto takes as many as the budget allows."""
     max_chunks: Count = 64
@@ -177,7 +178,7 @@ class DispatchSpec(Section):
     capacity_factor: Annotated[float, Field(ge=1)] = 1.0
     """A rank takes up to this multiple of the mean load; more migrates less, bounds worse."""
     min_chunk: Count = 1024
-    """Fewest routes worth moving to a helper; more means fewer and larger migrations."""
+    """Fewest routes of an expert worth moving to a helper, at most an eighth of a rank's mean."""
     balance_above: Annotated[float, Field(ge=1)] = 1.3
     """Largest over mean load at which balancing starts; more leaves more imbalance."""
     max_foreign_experts: CountOrZero = 4

@@ -10,15 +10,15 @@ is read by the host once, and nothing below this module reads a size from a tens
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import MappingProxyType
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from flatpeak.workers.dispatch.assignment import native_experts, plan_dispatch
-from flatpeak.workers.dispatch.counting import Columns, Counted, count, count_table
+from flatpeak.workers.dispatch.assignment import DispatchPlan, native_experts, plan_dispatch
+from flatpeak.workers.dispatch.counting import TOKENS_AT_ONCE, Columns, Counted, count, count_table
 from flatpeak.workers.dispatch.cutting import Bounds, Cut, Footprint, first_cut
 from flatpeak.workers.dispatch.options import DispatchOptions
 from flatpeak.workers.dispatch.peers import Peers, RanksOfGroup, Together
@@ -48,8 +48,10 @@ def make_routing(
     """
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     bounds = Bounds(options, footprint)
-    alike = {"dispatch options": options, **alike}
-    return agree({rank: expert_ids}, RanksOfGroup(group), ranks, experts, bounds, alike)[rank]
+    terms = {f"dispatch option {name}": value for name, value in asdict(options).items()}
+    return agree(
+        {rank: expert_ids}, RanksOfGroup(group), ranks, experts, bounds, terms | {**alike}
+    )[rank]
 
 
 def assumed_routing(
@@ -90,8 +92,7 @@ def agree(
     columns = Columns(natives)
     counts = table[:, columns.instances]
     plan = plan_dispatch(counts, bounds.options)
-    limit = torch.iinfo(LABEL).max
-    assert plan.first_instance[-1] + ranks <= limit, f"more than {limit} instances on {ranks} ranks"
+    _check_labels(plan, bounds.options)
     views = {r: Routing(r, plan, tuple(plan.splits(counts, r)), ()) for r in held}
     cut = first_cut(most, bounds.options)
     if cut.chunks == 1 and not plan.moves_weights:
@@ -128,15 +129,17 @@ def _summary(
 
     A rank that needs several chunks leaves the rows zero, as no rank will read them.
     """
-    ids, tokens = expert_ids.long(), len(expert_ids)
-    low, high = ids.aminmax() if ids.numel() else (ids.new_zeros(()), ids.new_zeros(()))
-    device = ids.device
+    tokens, device = len(expert_ids), expert_ids.device
+    nothing = expert_ids.new_zeros(())
+    extremes = expert_ids.aminmax() if expert_ids.numel() else (nothing, nothing)
     known = torch.tensor([tokens, *terms]).to(device, non_blocking=True)
     owners = owners_of(natives, device)
-    ids = ids.clamp(0, len(owners) - 1)
     one_chunk = first_cut(tokens, options).chunks == 1
-    table = count_table(ids, owners, rank, len(natives), steps=1, with_rows=one_chunk)
-    return torch.cat([torch.stack([low, high]), known, table.flatten()])
+    table = torch.zeros(len(owners) + len(natives), 1, dtype=torch.int32, device=device)
+    for part in expert_ids.split(TOKENS_AT_ONCE):
+        ids = part.long().clamp(0, len(owners) - 1)
+        table += count_table(ids, owners, rank, len(natives), steps=1, with_rows=one_chunk)
+    return torch.cat([torch.stack(extremes).long(), known, table.flatten()])
 
 
 def _check_alike(alike: Mapping[str, object], terms: np.ndarray, rank: int) -> None:
@@ -144,9 +147,19 @@ def _check_alike(alike: Mapping[str, object], terms: np.ndarray, rank: int) -> N
         others = np.flatnonzero(found != found[rank]).tolist()
         if others:
             raise InputError(
-                f"{name}: {value} on rank {rank} of the expert group, but something else on "
+                f"{name} is {value} on rank {rank} of the expert group, but something else on "
                 f"rank {', '.join(map(str, others))}; pass the same on all ranks"
             )
+
+
+def _check_labels(plan: DispatchPlan, options: DispatchOptions) -> None:
+    instances, most = plan.first_instance[-1], torch.iinfo(LABEL).max - plan.ranks
+    if instances > most:
+        raise InputError(
+            f"{plan.experts} experts and {instances - plan.experts} foreign ones are more than the "
+            f"{most} that {plan.ranks} ranks can number: lower max_foreign_experts, which is "
+            f"{options.max_foreign_experts}"
+        )
 
 
 def _check_ids(facts: np.ndarray, experts: int) -> None:

@@ -53,6 +53,8 @@ def count(
     return [Counted.joined(of_rank) for of_rank in zip(*turns, strict=True)]
 
 
+# Tokens that are counted in one turn where their chunks do not matter.
+TOKENS_AT_ONCE = 16384
 # Numbers in the table of a rank.
 _CELLS = 4096
 
@@ -109,7 +111,7 @@ def count_table(
 
 @dataclass(frozen=True)
 class Counted:
-    """Sizes of the chunks of one rank, [..., steps], in groups of senders taken together."""
+    """What one rank sends and receives in each step of a cut, whatever the groups of senders."""
 
     sent: np.ndarray
     """[ranks, steps] rows to each rank"""

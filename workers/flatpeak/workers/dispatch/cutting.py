@@ -127,10 +127,12 @@ class Bounds:
         """
         steps, groups, needed = demands.max(0).tolist()
         if needed:
+            foreign = self.options.max_foreign_experts
+            fewer = f", less with fewer max_foreign_experts than {foreign}" if foreign else ""
             raise InputError(
                 f"dispatch budget_bytes is {self.options.budget_bytes}, but one token at a time "
                 f"takes {needed} with the routing of this layer; the smallest legal value for it "
-                f"is {needed}, less with fewer max_foreign_experts"
+                f"is {needed}{fewer}"
             )
         return Cut(steps, groups) if steps else None
 

@@ -36,8 +36,21 @@ class ExpertLayout:
         return weight if self.transposed else weight.mT
 
 
+_READ = ("has_gate", "has_bias", "is_transposed", "num_experts")
+
+
 def read_layout(experts: nn.Module) -> ExpertLayout:
-    """Raises `InputError` for families whose experts do more than project, activate, project."""
+    """The layout of an experts module, from its `has_gate`, `has_bias`, `is_transposed`,
+    `num_experts`, its parameters, and `_apply_gate` or `act_fn`.
+
+    Raises `InputError` for other modules, and for families whose experts do more than project,
+    activate, project.
+    """
+    if not all(hasattr(experts, name) for name in _READ):
+        raise InputError(
+            f"{type(experts).__name__} is no experts module of transformers: pass the one inside "
+            "the MoE block, like model.layers[0].mlp.experts"
+        )
     if getattr(experts, "has_post_expert_norm", False):
         raise InputError(
             f"{type(experts).__name__} normalises the output of each expert, which expert dispatch "
@@ -111,13 +124,13 @@ class Projections:
         self, which: int, block: Block, rows: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """rows @ W; `out` may take the result, and may not be `rows`."""
-        return self._product(which, self._forward[which], block, rows, out)
+        return self._product(which, block, rows, out, transposed=False)
 
     def apply_transposed(
         self, which: int, block: Block, rows: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """rows @ W^T"""
-        return self._product(which, self._backward[which], block, rows, out)
+        return self._product(which, block, rows, out, transposed=True)
 
     def biases(self, which: int, block: Block) -> list[torch.Tensor]:
         """The bias of projection `which` for each of the block's instances."""
@@ -126,15 +139,17 @@ class Projections:
     def _product(
         self,
         which: int,
-        matrices: list[torch.Tensor],
         block: Block,
         rows: torch.Tensor,
         out: torch.Tensor | None,
+        *,
+        transposed: bool,
     ) -> torch.Tensor:
+        matrices = self._backward[which] if transposed else self._forward[which]
         first, last = block.instances[0], block.instances[-1]
         if last > first and self._grouped(rows, matrices[first]):
             stacked = self.layout.view(self._held.stacked(which, first, last))
-            if matrices is self._backward[which]:
+            if transposed:
                 stacked = stacked.mT
             return F.grouped_mm(rows, stacked, offs=_ends(block, rows.device))
         if out is None:

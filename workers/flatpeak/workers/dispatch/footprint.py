@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from flatpeak.workers.dispatch.buffers import slab_bytes
-from flatpeak.workers.dispatch.counting import steps_at_once
+from flatpeak.workers.dispatch.counting import TOKENS_AT_ONCE, steps_at_once
 from flatpeak.workers.dispatch.cutting import Extent
 from flatpeak.workers.dispatch.experts import DOWN, UP, ExpertLayout, accurate, block_routes
 from flatpeak.workers.dispatch.rows import RowFormat
@@ -22,6 +22,8 @@ _LABEL = torch.int16.itemsize
 _COUNT = torch.int32.itemsize
 # Chunks whose tables a pass keeps: one to come, one that is computed, one behind.
 _FLIGHTS = 3
+# Numbers at most that each rank tells of itself beside its counts.
+_FACTS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,7 @@ def dispatch_bytes(sizes: LayerSizes, extent: Extent) -> int:
     landing += extent.foreign * weights
     layer = extent.layer_tokens * sizes.k * _LABEL + extent.instances * _INDEX
     layer += extent.foreign * gradient
-    return max(layer + max(chunks, landing), _counting_bytes(sizes, extent))
+    return max(layer + max(chunks, landing), _agreeing_bytes(sizes, extent))
 
 
 def _table_bytes(sizes: LayerSizes, extent: Extent) -> int:
@@ -142,12 +144,19 @@ def _table_bytes(sizes: LayerSizes, extent: Extent) -> int:
     )
 
 
-def _counting_bytes(sizes: LayerSizes, extent: Extent) -> int:
-    """Labels of the layer's routes, and their counts, before anything else is there."""
+def _agreeing_bytes(sizes: LayerSizes, extent: Extent) -> int:
+    """Labels of the layer's routes, and their counts, before the slab is there."""
     columns = extent.instances + extent.ranks
     steps = min(extent.chunks, steps_at_once(columns))
     # Without foreign experts the ids are the labels.
     labelling = sizes.k * (4 * _LABEL + _INDEX) if extent.most_foreign else sizes.k * _LABEL
+    labelling *= extent.layer_tokens
+    # A backward pass labels beside the weights that were kept since the forward pass.
+    labelling += extent.foreign * sizes.expert_parameters * sizes.dtype.itemsize
+    # Experts of some tokens, the ranks that compute them, and ones to add up; and what all gather.
+    summing = min(extent.layer_tokens, TOKENS_AT_ONCE)
+    summing *= sizes.k * (2 * _INDEX + _COUNT) + extent.ranks
+    summing += (extent.ranks + 2) * (_FACTS + columns) * _INDEX
     # All labels, filled up to whole steps; then the table of a turn, first with the labels that are
     # counted and the ranks that compute them, then with what the other ranks counted.
     turn = -(-extent.layer_tokens // extent.chunks) * steps
@@ -156,7 +165,7 @@ def _counting_bytes(sizes: LayerSizes, extent: Extent) -> int:
         turn * (2 * sizes.k * _INDEX + extent.ranks),
         steps * extent.ranks * (1 + extent.held) * _COUNT,
     )
-    return max(extent.layer_tokens * labelling, counting)
+    return max(labelling, summing, counting)
 
 
 def _block_bytes(sizes: LayerSizes, extent: Extent) -> int:

@@ -23,7 +23,8 @@ class DispatchOptions:
     """Routes a rank may be given, as a multiple of the mean. Lower is better balanced, and moves
     more expert weights."""
     min_chunk: int = 1024
-    """Fewest routes worth the move of an expert's weights."""
+    """Fewest routes worth the move of an expert's weights; at most an eighth of a rank's capacity
+    counts. Pieces of load, not chunks of tokens."""
     balance_above: float = 1.3
     """Weights move only when the busiest rank has more than this multiple of the mean."""
     max_foreign_experts: int = 4
@@ -35,7 +36,9 @@ class DispatchOptions:
         self._check("max_foreign_experts", int, 0)
         for name in ("capacity_factor", "balance_above"):
             self._check(name, float, 1.0)
-        # A token takes one row a destination, however many of its experts live there.
+            # So that ranks which were given 1 and 1.0 have equal options.
+            object.__setattr__(self, name, float(getattr(self, name)))
+        # Nothing smaller holds any token; whether one holds is known with the layer's sizes.
         for name in ("tokens_per_chunk", "budget_bytes", "receive_rows"):
             if getattr(self, name) is not None:
                 self._check(name, int, 1)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from flatpeak.workers.dispatch.agreement import make_routing
-from flatpeak.workers.dispatch.experts import ExpertLayout, read_layout
+from flatpeak.workers.dispatch.experts import UP, ExpertLayout, read_layout
 from flatpeak.workers.dispatch.footprint import dispatch_bytes, layer_sizes
 from flatpeak.workers.dispatch.lanes import Lanes
 from flatpeak.workers.dispatch.options import DispatchOptions
@@ -25,6 +25,7 @@ from flatpeak.workers.partition import part
 from flatpeak.workers.recompute import decide_once, is_checkpointed, is_recomputing
 from flatpeak.workers.scopes import scope
 
+_ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 GradSink = Callable[[nn.Parameter, torch.Tensor], None]
 
 
@@ -58,30 +59,36 @@ def moe_forward(
         over the group, instead of handing it to autograd.
     value_needed_in_recompute: False where nothing else in a checkpointed layer reads the output's
         value: the recomputation then returns NaN without doing the work. It is known by the
-        checkpoint's `context_fn`, which must be `workers.recompute.checkpoint_contexts`.
+        checkpoint's `context_fn`, which must be
+        `flatpeak.workers.recompute.checkpoint_contexts`.
     routing: what the ranks would agree on, for simulation (see `assumed_routing`).
     lanes: where compute and travel are issued; None takes those of the device.
     on_routing: called with what the ranks agreed on, once a forward pass, recomputations left out.
 
     Collective over `group`, forward and backward. Raises `InputError` on all ranks for ids outside
     [0, E) on any of them, for k, dtypes or options that differ, and for a budget that one token at
-    a time exceeds; on this rank for parameters that are not its slice or not contiguous, and for
-    unsupported families.
+    a time exceeds; on this rank for tensors that do not belong together, parameters that are not
+    its slice or not contiguous, and unsupported families.
+
+    The budget counts weight gradients in fp32 as results: it holds with a `grad_sink`, or for
+    parameters in fp32.
 
     Outside of a checkpoint the weights of foreign experts, at most `max_foreign_experts`, stay
     until the backward pass.
     """
     layer = _Layer(
-        read_layout(experts), experts, group, options, grad_sink, routing, lanes, on_routing
+        layout=read_layout(experts),
+        module=experts,
+        group=group,
+        options=options,
+        grad_sink=grad_sink,
+        routing=routing,
+        lanes=lanes,
+        on_routing=on_routing,
+        value_needed=value_needed_in_recompute,
     )
     layer.check_parameters()
-    fits = hidden.dim() == expert_ids.dim() == 2 and len(hidden) == len(expert_ids)
-    if not fits or expert_weights.shape != expert_ids.shape or expert_ids.is_floating_point():
-        raise InputError(
-            f"hidden {tuple(hidden.shape)}, expert_ids {tuple(expert_ids.shape)} and "
-            f"expert_weights {tuple(expert_weights.shape)} do not belong together: pass "
-            "[N, H], integers [N, k] and [N, k]"
-        )
+    layer.check_tokens(hidden, expert_ids, expert_weights)
     trained = [t.requires_grad for t in (hidden, expert_weights, *layer.parameters)]
     layer.differentiates = torch.is_grad_enabled() and any(trained)
     skip = is_recomputing() and not value_needed_in_recompute
@@ -98,6 +105,7 @@ class _Layer:
     routing: Routing | None
     lanes: Lanes | None
     on_routing: Callable[[Routing], None] | None
+    value_needed: bool
     differentiates: bool = False
     """Whether a backward pass may follow."""
 
@@ -126,6 +134,22 @@ class _Layer:
                     "from contiguous memory: pass a contiguous parameter"
                 )
 
+    def check_tokens(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        width = self.layout.view(self.parameters[UP]).shape[-2]
+        shapes = hidden.dim() == ids.dim() == 2 and len(hidden) == len(ids)
+        shapes = shapes and weights.shape == ids.shape and hidden.shape[1] == width
+        floats = hidden.is_floating_point() and weights.is_floating_point()
+        if shapes and floats and ids.dtype in _ID_DTYPES:
+            return
+        given = ", ".join(
+            f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+            for name, tensor in (("hidden", hidden), ("expert_ids", ids), ("weights", weights))
+        )
+        raise InputError(
+            f"{given} do not belong together: pass floats [N, {width}], integers [N, k] and floats "
+            "[N, k]"
+        )
+
     def agree(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Routing:
         if self.routing is not None:
             return self.routing
@@ -149,13 +173,18 @@ class _Layer:
     def _terms(self, hidden: torch.Tensor, weights: torch.Tensor) -> dict[str, object]:
         """What decides which bytes travel in which pass."""
         return {
-            "k, the experts of a token,": weights.shape[1],
-            "the width of hidden": hidden.shape[1],
-            "the dtype of hidden": hidden.dtype,
-            "the dtype of expert_weights": weights.dtype,
-            "the dtypes of the experts": [parameter.dtype for parameter in self.parameters],
-            "whether a backward pass can follow": self.differentiates,
-            "which experts' parameters are trained": [p.requires_grad for p in self.parameters],
+            "k": weights.shape[1],
+            "width of hidden": hidden.shape[1],
+            "dtype of hidden": hidden.dtype,
+            "dtype of expert_weights": weights.dtype,
+            "list of dtypes of the experts": [p.dtype for p in self.parameters],
+            "list of shapes of an expert": [tuple(p.shape[1:]) for p in self.parameters],
+            "possibility of a backward pass": self.differentiates,
+            "use of checkpoint_contexts": is_checkpointed(),
+            "value_needed_in_recompute": self.value_needed,
+            "list of which parameters of the experts are trained": [
+                p.requires_grad for p in self.parameters
+            ],
         }
 
 
@@ -207,14 +236,12 @@ class _Dispatch(torch.autograd.Function):
             if gradients and layer.grad_sink is not None:
                 _hand_over(layer.grad_sink, layer.parameters, gradients)
                 gradients = ()
-            delivered = (
-                [
-                    gradient.to(parameter.dtype)
-                    for gradient, parameter in zip(gradients, parameters, strict=True)
-                ]
-                if gradients
-                else [None] * len(parameters)
-            )
+            delivered: list[torch.Tensor | None] = list(gradients) or [None] * len(parameters)
+            del gradients
+            for place, parameter in enumerate(parameters):
+                gradient = delivered[place]
+                if gradient is not None:  # one at a time, so that two sets of them never live
+                    delivered[place] = gradient.to(parameter.dtype)
             return None, None, d_hidden, None, d_weights, *delivered
 
 
