@@ -1,5 +1,6 @@
 """Dispatch inside checkpointed layers: one layer's memory, nothing computed or agreed on twice."""
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -185,8 +186,16 @@ def _peaks(rank: int, layers: int, microbatches: int) -> tuple[list[int], list[i
             meter.reset_peaks()
             outputs.pop().sum().backward()
             peaks.append(meter.peaks()["dispatch"])
-            left.append(meter.live()["dispatch"])
+            left.append(_settled(meter))
     return peaks, left
+
+
+def _settled(meter: PeakMeter) -> int:
+    """What dispatch still has once the thread of gloo has let go of what it sent."""
+    deadline = time.monotonic() + 10.0
+    while (live := meter.live()["dispatch"]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return live
 
 
 def test_many_layers_and_microbatches_take_what_one_layer_takes():

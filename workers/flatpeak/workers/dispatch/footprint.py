@@ -190,14 +190,23 @@ def _fullest(sizes: LayerSizes, block: int, part: int) -> int:
     product = sizes.hidden * wide if sizes.separate_products else 0
     # Products of several experts in one kernel never take the place of their rows.
     grouped = sizes.hidden * item if sizes.separate_products else 0
+    # A part's rows of H, widened for its product.
+    widened = part * sizes.hidden * narrow
     return max(
+        # up = x W1, then widened
         block * (rows + sizes.up * item) + sizes.up * converted,
         block * (rows + sizes.up * (item + narrow)),
+        # a = act(up) and its derivative
         block * (rows + sizes.gate_bytes),
-        block * kept + part * sizes.hidden * narrow + sizes.up * product,
-        block * (kept + sizes.inner * wide) + part * sizes.hidden * narrow + sizes.inner * product,
+        # dW1 += x^T du
+        block * kept + widened + sizes.up * product,
+        # dW2 += (s a)^T g
+        block * (kept + sizes.inner * wide) + widened + sizes.inner * product,
+        # db2 += s^T g
         block * (kept + sizes.hidden * wide * sizes.biases),
+        # dx = du W1^T
         block * (kept + sizes.up * item * sizes.narrow + grouped) + sizes.up * converted,
+        # dx, widened, is added to the sums of its tokens
         block * (sizes.hidden * (item + narrow) + wide),
     )
 
