@@ -120,8 +120,8 @@ class _RingCrossEntropy(torch.autograd.Function):
             states = _states_weights if plan.weights_move else _states_activations
             m, z, y = states(plan, hidden, targets, shard).unbind(1)
             lse = z.log().add_(m)
-            nll = (lse - y).masked_fill_(targets == plan.ignore_index, 0.0)
-        ctx.save_for_backward(hidden, targets, shard, lse)
+            nll = (lse - y).masked_fill_(targets == plan.ignore_index, 0.0).float()
+        ctx.save_for_backward(hidden, targets, shard, lse.float())
         ctx.plan = plan
         return nll
 
@@ -150,7 +150,8 @@ class _RingCrossEntropy(torch.autograd.Function):
 
 
 def _empty_states(hidden: Tensor) -> Tensor:
-    states = hidden.new_zeros((hidden.shape[0], 3), dtype=torch.float32)
+    # fp64, since with small tiles many thousand strips are merged into one state.
+    states = hidden.new_zeros((hidden.shape[0], 3), dtype=torch.float64)
     states[:, 0] = float("-inf")
     return states
 
@@ -197,11 +198,11 @@ def _grads_activations(
     first_row = plan.shards[plan.ring.rank][0]
     own = (hidden, targets, lse, upstream)
     for visit in tour(plan.ring, plan.tokens, plan.tiles.tokens, own, carry):
-        x, t, *scalars = visit.payload
+        x, t, lse_x, g = visit.payload
         if visit.start == visit.stop:
             continue
         for a, b in spans(shard.shape[0], plan.tiles.vocabulary):
-            residual = strip_residual(x, shard[a:b], t - (first_row + a), *scalars)
+            residual = strip_residual(x, shard[a:b], t - (first_row + a), lse_x, g, g)
             if d_shard is not None:
                 accumulate_(d_shard[a:b], residual.t(), x)
             if carry is not None:  # last, since the carry may still be in flight
@@ -229,8 +230,8 @@ def _grads_weights(
             continue
         first_row = plan.shards[visit.owner][0] + visit.start
         for a, b in spans(hidden.shape[0], plan.tiles.tokens):
-            x = hidden[a:b]
-            residual = strip_residual(x, w, targets[a:b] - first_row, lse[a:b], upstream[a:b])
+            x, g = hidden[a:b], upstream[a:b]
+            residual = strip_residual(x, w, targets[a:b] - first_row, lse[a:b], g, g)
             if d_hidden is not None:
                 accumulate_(d_hidden[a:b], residual, w)
             if carry is not None:  # last, since the carry may still be in flight
