@@ -82,6 +82,10 @@ def one_target_missing(arguments: Arguments) -> None:
     arguments["targets"] = torch.arange(4)
 
 
+def fractional_targets(arguments: Arguments) -> None:
+    arguments["targets"] = torch.arange(5).float()
+
+
 def no_gradient(arguments: Arguments) -> None:
     arguments["hidden"] = arguments["hidden"].detach()
 
@@ -173,6 +177,7 @@ REFUSALS = [
     (double_precision, InputError, "hidden must have one of the dtypes torch.float32"),
     (batched_hidden, InputError, "hidden must have two dimensions"),
     (one_target_missing, InputError, r"targets must be int64 of shape \[5\]"),
+    (fractional_targets, InputError, r"targets must be int64 of shape \[5\]"),
     (no_gradient, InputError, r"needs_hidden_grad differs .* \[1, 0, 1\]"),
     (no_vocabulary, InputError, "vocab_size is 0"),
 ]

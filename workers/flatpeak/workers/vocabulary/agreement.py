@@ -131,7 +131,8 @@ def _bad_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
         return targets.new_zeros(3, dtype=torch.long)
     bad = ((targets < 0) | (targets >= vocab_size)) & (targets != ignore_index)
     first = bad.to(torch.int8).argmax()
-    return torch.stack((bad.sum(), first, targets.flatten()[first]))
+    # Targets of a wrong dtype are refused later: what the ranks exchange stays in integers.
+    return torch.stack((bad.sum(), first, targets.flatten()[first].long()))
 
 
 def _bad_weights(weights: Tensor | None, like: Tensor) -> Tensor:
