@@ -1,37 +1,196 @@
-"""The vocabulary loss beside dense logits and torch's chunked one: bytes, seconds, error.
+"""The vocabulary loss beside other ways to it: bytes, seconds, error.
 
-Every method gets the same tokens and head weight in one run, the mean loss over all tokens, forward
-and backward. Increments are tracked peak bytes over the resident tensors: inputs and gradients.
+One rank: dense logits, and torch's chunked linear cross-entropy. Several: vocabulary-parallel, with
+gathered tokens and all-reduced statistics. All get the same tokens and head weight in one run, and
+make the mean loss over all tokens, forward and backward. A result is compared with dense fp64
+logits. The increment is the tracked peak over what is resident anyway: inputs, loss and gradients.
 """
 
+import math
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from flatpeak.workers.errors import InputError
 from flatpeak.workers.memory import TOTAL, PeakMeter
 from flatpeak.workers.partition import part
-from flatpeak.workers.vocabulary import ring_cross_entropy
 from ranks import run_ranks
+from vocabulary_methods import Loss, dense, ring, torch_chunked, vocabulary_parallel
 
-Config = dict[str, int | float | str | bool]
-
-DEFAULTS: Config = {
-    "tokens": 1024,  # on each rank
-    "hidden": 128,
-    "vocab": 8192,
-    "ranks": 4,
+DEFAULTS = {
+    "tokens": 2048,  # on each rank
+    "hidden": 448,
+    "vocab": 12_500,
+    "ranks": 8,
     "schedule": "auto",
     "token_tile": 0,  # 0 chooses by bytes
-    "repeats": 3,
+    "repeats": 3,  # 0 measures bytes alone
 }
 TOLERANCE = 1e-6
+TIMEOUT_S = 1800.0  # large layers on few cores
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Result:
+    loss: float
+    d_hidden: Tensor
+    d_weight: Tensor
+    resident_bytes: int
+    peak_bytes: int
+    flops: int
+    seconds: list[float]
+
+    @property
+    def increment_bytes(self) -> int:
+        return self.peak_bytes - self.resident_bytes
+
+
+def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
+    for name in ("tokens", "hidden", "vocab", "ranks"):
+        if config[name] < 1:
+            raise InputError(f"--{name} {config[name]}: should be 1 or more")
+    ranks, tokens = config["ranks"], config["tokens"]
+    if config["vocab"] < ranks:
+        raise InputError(f"--vocab {config['vocab']}: should be {ranks} or more, a row a rank")
+    batches, weight = [make_batch(config, rank) for rank in range(ranks)], make_weight(config)
+    alone = measure(one_rank_methods(config), *batches[0], weight, config["repeats"])
+    together = on_all_ranks(config) if ranks > 1 else {"ring": alone["ring"]}
+    doubled = on_all_ranks(config | {"tokens": 2 * tokens, "repeats": 0}, methods=("ring",))
+    rows = rows_of(alone, 1, tokens, reference(batches[:1], weight))
+    if ranks > 1:
+        rows += rows_of(together, ranks, tokens, reference(batches, weight))
+    exact = all(row["error"] <= TOLERANCE for row in rows if row["method"] == "ring")
+    return exact, rows, ratios(alone, together, doubled["ring"])
+
+
+def ratios(
+    alone: dict[str, Result], together: dict[str, Result], doubled: Result
+) -> dict[str, float | None]:
+    own, baseline = together["ring"], alone["dense"]
+    chunked, parallel = alone.get("torch chunked"), together.get("vocabulary parallel")
+    found = {
+        "increment_vs_dense": own.increment_bytes / baseline.increment_bytes,
+        "increment_growth_on_doubling_n": doubled.increment_bytes / own.increment_bytes,
+        "increment_vs_torch_chunked_p1": chunked
+        and alone["ring"].increment_bytes / chunked.increment_bytes,
+        "time_vs_torch_chunked_p1": chunked and quotient(alone["ring"].seconds, chunked.seconds),
+        "flops_vs_dense": own.flops / baseline.flops,
+    }
+    if parallel is not None:
+        found["increment_vs_vocabulary_parallel"] = own.increment_bytes / parallel.increment_bytes
+        found["time_vs_vocabulary_parallel"] = quotient(own.seconds, parallel.seconds)
+    return found
+
+
+def quotient(ours: list[float], theirs: list[float]) -> float | None:
+    """Of medians; None where no time was taken."""
+    return statistics.median(ours) / statistics.median(theirs) if ours else None
+
+
+def make_batch(config: dict, rank: int) -> Batch:
+    make = torch.Generator().manual_seed(rank)
+    return (
+        torch.randn(config["tokens"], config["hidden"], generator=make),
+        torch.randint(config["vocab"], (config["tokens"],), generator=make),
+    )
+
+
+def make_weight(config: dict) -> Tensor:
+    make, hidden = torch.Generator().manual_seed(-1), config["hidden"]
+    return torch.randn(config["vocab"], hidden, generator=make) * hidden**-0.5
+
+
+def our_method(config: dict, ranks: int) -> Loss:
+    return ring(
+        config["vocab"],
+        ranks=ranks,
+        schedule=config["schedule"],
+        token_tile=config["token_tile"] or None,
+    )
+
+
+def one_rank_methods(config: dict) -> dict[str, Loss]:
+    methods = {"ring": our_method(config, 1), "dense": dense}
+    chunked = torch_chunked()
+    return methods if chunked is None else methods | {"torch chunked": chunked}
+
+
+def on_all_ranks(
+    config: dict, methods: tuple[str, ...] = ("ring", "vocabulary parallel")
+) -> dict[str, Result]:
+    """By method, one result for all ranks: their parts together, and the most that one took."""
+    ranks = config["ranks"]
+    if ranks == 1:
+        results = [one_of_many(0, config, methods)]
+    else:
+        results = run_ranks(ranks, one_of_many, config, methods, timeout_s=TIMEOUT_S)
+    return {name: joined([result[name] for result in results]) for name in methods}
+
+
+def one_of_many(rank: int, config: dict, names: tuple[str, ...]) -> dict[str, Result]:
+    methods = {
+        "ring": our_method(config, config["ranks"]),
+        "vocabulary parallel": vocabulary_parallel,
+    }
+    start, stop = part(config["vocab"], config["ranks"], rank)
+    shard = make_weight(config)[start:stop].clone()
+    wanted = {name: methods[name] for name in names}
+    return measure(wanted, *make_batch(config, rank), shard, config["repeats"])
+
+
+def joined(results: list[Result]) -> Result:
+    fullest = max(results, key=lambda result: result.increment_bytes)
+    return Result(
+        loss=sum(result.loss for result in results),
+        d_hidden=torch.cat([result.d_hidden for result in results]),
+        d_weight=torch.cat([result.d_weight for result in results]),
+        resident_bytes=fullest.resident_bytes,
+        peak_bytes=fullest.peak_bytes,
+        flops=max(result.flops for result in results),
+        seconds=[max(times) for times in zip(*(r.seconds for r in results), strict=True)],
+    )
+
+
+def measure(
+    methods: dict[str, Loss], x: Tensor, t: Tensor, w: Tensor, repeats: int
+) -> dict[str, Result]:
+    """Each method once under the meters, which warms it, then all of them in turn for the clock."""
+    x, w = x.requires_grad_(), w.requires_grad_()
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    metered = {name: meter(loss, x, t, w, seconds[name]) for name, loss in methods.items()}
+    for _ in range(repeats):
+        for name, loss in methods.items():
+            x.grad = w.grad = None
+            begin = time.perf_counter()
+            loss(x, t, w).backward()
+            seconds[name].append(time.perf_counter() - begin)
+    return metered
+
+
+def meter(loss: Loss, x: Tensor, t: Tensor, w: Tensor, seconds: list[float]) -> Result:
+    x.grad = w.grad = None
+    with PeakMeter() as memory, flop_counter() as counter:
+        value = loss(x, t, w)
+        value.backward()
+        peak = memory.peaks()[TOTAL]
+    assert x.grad is not None
+    assert w.grad is not None
+    inputs = x.nbytes + t.nbytes + w.nbytes
+    return Result(
+        loss=value.item(),
+        d_hidden=x.grad,
+        d_weight=w.grad,
+        resident_bytes=inputs + value.nbytes + x.grad.nbytes + w.grad.nbytes,
+        peak_bytes=inputs + peak,
+        flops=counter.get_total_flops(),
+        seconds=seconds,
+    )
 
 
 def flop_counter() -> FlopCounterMode:
@@ -44,149 +203,10 @@ def flop_counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping={ops.aten.addmm_: in_place})
 
 
-@dataclass(frozen=True)
-class Result:
-    loss: float
-    d_hidden: Tensor
-    d_weight: Tensor
-    seconds: float
-    increment_bytes: int
-    flops: int
-
-
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
-    ranks = int(config["ranks"])
-    batches = [make_batch(config, rank) for rank in range(ranks)]
-    own, weight = batches[0], make_weight(config)
-    tokens = int(config["tokens"])
-    one_rank = measure_all(single_rank_methods(config), *own, weight, int(config["repeats"]))
-    expected = reference([own], weight, tokens)
-    rows = [row(name, 1, result, error(result, expected)) for name, result in one_rank.items()]
-    if ranks > 1:
-        ring = joined(run_ranks(ranks, ring_rank, config))
-        rows.append(
-            row("ring", ranks, ring, error(ring, reference(batches, weight, ranks * tokens)))
-        )
-    else:
-        ring = one_rank["ring"]
-    chunked, dense = one_rank.get("torch chunked"), one_rank["dense"]
-    ratios = {
-        "time_vs_torch_chunked_p1": chunked and one_rank["ring"].seconds / chunked.seconds,
-        "increment_vs_torch_chunked_p1": chunked
-        and one_rank["ring"].increment_bytes / chunked.increment_bytes,
-        "increment_vs_dense": ring.increment_bytes / dense.increment_bytes,
-        "flops_vs_dense": ring.flops / dense.flops,
-    }
-    exact = all(entry["error"] <= TOLERANCE for entry in rows if entry["method"] == "ring")
-    return exact, rows, ratios
-
-
-def make_batch(config: dict, rank: int) -> tuple[Tensor, Tensor]:
-    make = torch.Generator().manual_seed(rank)
-    tokens, hidden, vocab = int(config["tokens"]), int(config["hidden"]), int(config["vocab"])
-    return (
-        torch.randn(tokens, hidden, generator=make),
-        torch.randint(vocab, (tokens,), generator=make),
-    )
-
-
-def make_weight(config: dict) -> Tensor:
-    hidden, vocab = int(config["hidden"]), int(config["vocab"])
-    return torch.randn(vocab, hidden, generator=torch.Generator().manual_seed(-1)) * hidden**-0.5
-
-
-def single_rank_methods(config: dict) -> dict[str, Loss]:
-    tokens = int(config["tokens"])
-    methods: dict[str, Loss] = {
-        "ring": lambda x, t, w: ring_loss(config, x, t, w, None) / tokens,
-        "dense": lambda x, t, w: F.cross_entropy(x @ w.t(), t),
-    }
-    if hasattr(F, "linear_cross_entropy"):  # torch 2.13
-        options = torch.nn.LinearCrossEntropyOptions()
-        methods["torch chunked"] = lambda x, t, w: F.linear_cross_entropy(x, w, t, options=options)
-    return methods
-
-
-def ring_loss(
-    config: dict, x: Tensor, t: Tensor, w: Tensor, group: dist.ProcessGroup | None
-) -> Tensor:
-    return ring_cross_entropy(
-        x,
-        t,
-        w,
-        group=group,
-        vocab_size=int(config["vocab"]),
-        token_tile=int(config["token_tile"]) or None,
-        schedule=str(config["schedule"]),
-    ).sum()
-
-
-def ring_rank(rank: int, config: dict) -> Result:
-    ranks = int(config["ranks"])
-    start, stop = part(int(config["vocab"]), ranks, rank)
-    total = ranks * int(config["tokens"])
-    group = dist.group.WORLD
-    methods: dict[str, Loss] = {"ring": lambda x, t, w: ring_loss(config, x, t, w, group) / total}
-    shard = make_weight(config)[start:stop].clone()
-    return measure_all(methods, *make_batch(config, rank), shard, int(config["repeats"]))["ring"]
-
-
-def measure_all(
-    methods: dict[str, Loss], x: Tensor, t: Tensor, w: Tensor, repeats: int
-) -> dict[str, Result]:
-    """Each method once under the meters, which warms it, then all of them in turn for the clock."""
-    x, w = x.requires_grad_(), w.requires_grad_()
-    metered = {name: meter(loss, x, t, w) for name, loss in methods.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for _ in range(repeats):
-        for name, loss in methods.items():
-            x.grad = w.grad = None
-            begin = time.perf_counter()
-            loss(x, t, w).backward()
-            seconds[name].append(time.perf_counter() - begin)
-    return {
-        name: Result(*values, seconds=statistics.median(seconds[name]), **counts)
-        for name, (values, counts) in metered.items()
-    }
-
-
-def meter(
-    loss: Loss, x: Tensor, t: Tensor, w: Tensor
-) -> tuple[tuple[float, Tensor, Tensor], dict[str, int]]:
-    x.grad = w.grad = None
-    with PeakMeter() as memory, flop_counter() as counter:
-        value = loss(x, t, w)
-        value.backward()
-    assert x.grad is not None
-    assert w.grad is not None
-    resident = x.grad.nbytes + w.grad.nbytes
-    return (value.item(), x.grad, w.grad), {
-        "increment_bytes": memory.peaks()[TOTAL] - resident,
-        "flops": counter.get_total_flops(),
-    }
-
-
-def joined(results: list[Result]) -> Result:
-    """One result for a whole ring: its parts together, and the rank that took the most."""
-    return Result(
-        loss=sum(result.loss for result in results),
-        d_hidden=torch.cat([result.d_hidden for result in results]),
-        d_weight=torch.cat([result.d_weight for result in results]),
-        seconds=max(result.seconds for result in results),
-        increment_bytes=max(result.increment_bytes for result in results),
-        flops=max(result.flops for result in results),
-    )
-
-
-def reference(
-    batches: list[tuple[Tensor, Tensor]], weight: Tensor, total: int
-) -> tuple[float, Tensor, Tensor]:
-    """Dense loss, d hidden and d weight in fp64, one rank's tokens at a time."""
+def reference(batches: list[Batch], weight: Tensor) -> tuple[float, Tensor, Tensor]:
+    """Dense mean loss, d hidden and d weight in fp64, one rank's tokens at a time."""
     weight = weight.detach().double().requires_grad_()
-    value, d_hidden = 0.0, []
+    total, value, d_hidden = sum(len(t) for _, t in batches), 0.0, []
     for x, t in batches:
         x = x.detach().double().requires_grad_()
         loss = F.cross_entropy(x @ weight.t(), t, reduction="sum") / total
@@ -198,21 +218,32 @@ def reference(
 
 
 def error(result: Result, expected: tuple[float, Tensor, Tensor]) -> float:
-    """The largest of the relative errors of loss, d hidden and d weight."""
+    """The largest of the relative errors of loss, d hidden and d weight; NaN if any is."""
     loss, d_hidden, d_weight = expected
-    return max(
+    found = [
         abs(result.loss - loss) / abs(loss),
         ((result.d_hidden - d_hidden).norm() / d_hidden.norm()).item(),
         ((result.d_weight - d_weight).norm() / d_weight.norm()).item(),
-    )
+    ]
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
-def row(name: str, ranks: int, result: Result, error: float) -> dict:
-    return {
-        "method": name,
-        "ranks": ranks,
-        "seconds": result.seconds,
-        "increment_bytes": result.increment_bytes,
-        "flops": result.flops or None,  # one fused operator hides its products
-        "error": error,
-    }
+def rows_of(
+    results: dict[str, Result], ranks: int, tokens: int, expected: tuple[float, Tensor, Tensor]
+) -> list[dict]:
+    return [
+        {
+            "method": name,
+            "ranks": ranks,
+            "tokens": tokens,
+            "resident_bytes": result.resident_bytes,
+            "peak_bytes": result.peak_bytes,
+            "increment_bytes": result.increment_bytes,
+            "seconds": statistics.median(result.seconds) if result.seconds else None,
+            "seconds_min": min(result.seconds, default=None),
+            "seconds_max": max(result.seconds, default=None),
+            "flops": result.flops or None,  # one fused operator hides its products
+            "error": error(result, expected),
+        }
+        for name, result in results.items()
+    ]

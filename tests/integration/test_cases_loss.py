@@ -16,7 +16,7 @@ from flatpeak.workers.memory import PeakMeter
 from flatpeak.workers.partition import part
 from flatpeak.workers.plain import PlainTrainer
 from flatpeak.workers.settings import samples_of
-from flatpeak.workers.vocabulary import ring_cross_entropy
+from flatpeak.workers.vocabulary import ring_cross_entropy, ring_log_probs
 from local_run import (
     VOCABULARY,
     LocalRun,
@@ -78,6 +78,44 @@ def test_a_plain_trainer_makes_both_which_the_measure_sees():
         plain.backward(1)
         largest = meter.largest_tensors()
     assert elements(largest["vocabulary"]) >= LONG * WIDE_VOCABULARY
+
+
+def largest_of_log_probs(rank: int, world: int) -> tuple[int, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(LONG, 16, generator=generator)
+    weight = torch.randn(WIDE_VOCABULARY, 16, generator=generator)
+    own = slice(*part(LONG, world, rank))
+    with PeakMeter(device=torch.device("cpu")) as meter:
+        log_probs, entropy = ring_log_probs(
+            hidden[own],
+            torch.arange(LONG)[own],
+            weight[slice(*part(WIDE_VOCABULARY, world, rank))],
+            group=dist.group.WORLD,
+            vocab_size=WIDE_VOCABULARY,
+            token_tile=16,
+        )
+        largest = max(elements(shape) for shape in meter.largest_tensors().values())
+    spread = (hidden.double()[own] @ weight.double().T).log_softmax(1)
+    exact = spread[torch.arange(len(spread)), torch.arange(LONG)[own]]
+    entropy_error = entropy + (spread.exp() * spread).sum(1)
+    return largest, (log_probs - exact).abs().max(), entropy_error.abs().max()
+
+
+def test_nor_where_log_probabilities_are_evaluated():
+    for largest, log_probs_error, entropy_error in run_ranks(2, largest_of_log_probs, 2):
+        assert largest < LONG * WIDE_VOCABULARY / 4 / 2
+        assert max(log_probs_error, entropy_error) < 1e-4
+
+
+def test_the_loss_of_bf16_hidden_states_is_computed_in_fp32():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(64, 16, generator=generator).bfloat16()
+    weight = torch.randn(WIDE_VOCABULARY, 16, generator=generator).bfloat16()
+    targets = torch.arange(64)
+    nll = ring_cross_entropy(hidden, targets, weight, group=None, vocab_size=WIDE_VOCABULARY)
+    exact = F.cross_entropy(hidden.double() @ weight.double().T, targets, reduction="none")
+    assert nll.dtype == torch.float32
+    assert (nll - exact).abs().max() < 1e-4  # in bf16 logits alone are off by a tenth
 
 
 def graph_nodes_alive_at_each_forward(rank: int, spec: Spec, folder: str) -> list[int]:

@@ -43,7 +43,7 @@ def test_the_residual_is_the_gradient_of_the_loss_by_the_logits():
     loss = torch.nn.functional.cross_entropy(logits, columns[inside], reduction="none")
     loss.backward(upstream)
     lse = logits.detach().logsumexp(1)
-    actual = strip_residual(x[inside], w, columns[inside], lse, upstream)
+    actual = strip_residual(x[inside], w, columns[inside], lse, upstream, upstream)
     torch.testing.assert_close(actual, logits.grad)
 
 

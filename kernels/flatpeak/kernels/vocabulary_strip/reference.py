@@ -2,43 +2,83 @@
 
 Shapes: t tokens of the tile, v vocabulary rows of the tile, h hidden width. All sums are fp32.
 `columns` [t] int64 are the targets counted from the tile's first row; a target of another tile
-falls outside [0, v) and contributes nothing.
+falls outside [0, v) and contributes nothing. Logits are `x w^T`, after a soft cap
+`cap * tanh(x w^T / cap)`.
 
-A state [t, 3] fp32 holds, per token, the maximum logit m, z = sum of exp(logit - m), and the
-target's logit y, over the vocabulary seen so far.
+A state [t, 3] holds, per token, the maximum logit m, z = sum of exp(logit - m), and the target's
+logit y, over the vocabulary seen so far. With moments it is [t, 5]: also s = sum of the logits and
+e = sum of exp(logit - m) * logit.
 """
 
 import torch
 from torch import Tensor
 
 
-def strip_state(x: Tensor, w: Tensor, columns: Tensor) -> Tensor:
-    """The state [t, 3] of the logits `x w^T` alone, for x [t, h] and a non-empty w [v, h]."""
-    logits = _product(x, w.t())
+def strip_state(
+    x: Tensor, w: Tensor, columns: Tensor, *, soft_cap: float | None = None, moments: bool = False
+) -> Tensor:
+    """The fp32 state [t, 3], or [t, 5] with moments, of x [t, h] against a non-empty w [v, h]."""
+    logits = _logits(x, w, soft_cap)
     inside, index = _targets_inside(columns, w.shape[0])
     y = logits.gather(1, index).squeeze(1).masked_fill_(~inside, 0.0)
     m = logits.amax(1)
-    z = logits.sub_(m.unsqueeze(1)).exp_().sum(1)
-    return torch.stack((m, z, y), dim=1)
+    if not moments:
+        z = logits.sub_(m.unsqueeze(1)).exp_().sum(1)
+        return torch.stack((m, z, y), dim=1)
+    s = logits.sum(1)
+    weights = (logits - m.unsqueeze(1)).exp_()
+    z = weights.sum(1)
+    e = weights.mul_(logits).sum(1)
+    return torch.stack((m, z, y, s, e), dim=1)
 
 
 def merge_(state: Tensor, other: Tensor) -> None:
-    """Add to `state` in place what `other` has seen; m may be -inf in `state`, not in `other`."""
-    m, z, y = state.unbind(1)
-    m_other, z_other, y_other = other.unbind(1)
-    top = torch.maximum(m, m_other)
-    z.mul_((m - top).exp_()).add_(z_other * (m_other - top).exp_())
-    y.add_(y_other)
-    m.copy_(top)
+    """Add to `state` in place what `other` has seen; where m is -inf, nothing has been seen yet.
+
+    Computes in the dtype of `state`. Let it be fp64 where many strips are merged: fp32 loses a
+    digit in some ten thousand merges.
+    """
+    other = other.to(state.dtype)
+    top = torch.maximum(state[:, 0], other[:, 0])
+    # Two states that have seen nothing: -inf - -inf would be NaN.
+    shift = top.masked_fill(top == float("-inf"), 0.0)
+    keep, add = (state[:, 0] - shift).exp_(), (other[:, 0] - shift).exp_()
+    z_and_e, y_and_s = ([1], [2]) if state.shape[1] == 3 else ([1, 4], [2, 3])
+    for column in z_and_e:
+        state[:, column].mul_(keep).addcmul_(other[:, column], add)
+    for column in y_and_s:
+        state[:, column].add_(other[:, column])
+    state[:, 0].copy_(top)
 
 
-def strip_residual(x: Tensor, w: Tensor, columns: Tensor, lse: Tensor, upstream: Tensor) -> Tensor:
-    """The logits' gradient [t, v]: `upstream * (exp(x w^T - lse) - onehot)`, in fp32."""
-    residual = _product(x, w.t())
-    residual.sub_(lse.unsqueeze(1)).exp_()
+def strip_residual(
+    x: Tensor,
+    w: Tensor,
+    columns: Tensor,
+    lse: Tensor,
+    p_scale: Tensor,
+    y_scale: Tensor,
+    flat: Tensor | None = None,
+    *,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """The gradient [t, v] of the products `x w^T`, before the soft cap, in fp32.
+
+    `cap'(x w^T) * (p_scale * exp(logit - lse) - y_scale * onehot - flat)`, where lse, p_scale,
+    y_scale and flat are fp32 [t]: the token's log-sum-exp over the whole vocabulary, and what
+    the loss makes of a probability, of the target's logit and of every logit.
+    """
+    logits = _logits(x, w, soft_cap)
+    # With a cap its derivative needs the logits again.
+    residual = logits.clone() if soft_cap is not None else logits
+    residual.sub_(lse.unsqueeze(1)).exp_().mul_(p_scale.unsqueeze(1))
     inside, index = _targets_inside(columns, w.shape[0])
-    residual.scatter_add_(1, index, -inside.to(residual.dtype).unsqueeze(1))
-    return residual.mul_(upstream.unsqueeze(1))
+    residual.scatter_add_(1, index, y_scale.neg().masked_fill_(~inside, 0.0).unsqueeze(1))
+    if flat is not None:
+        residual.sub_(flat.unsqueeze(1))
+    if soft_cap is not None:
+        residual.mul_(logits.div_(soft_cap).square_().neg_().add_(1.0))
+    return residual
 
 
 def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -52,6 +92,13 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(torch.mm(a.float().expand(2, -1), b.float())[:1])
     else:
         total.addmm_(a.float(), b.float())
+
+
+def _logits(x: Tensor, w: Tensor, soft_cap: float | None) -> Tensor:
+    logits = _product(x, w.t())
+    if soft_cap is not None:
+        logits.div_(soft_cap).tanh_().mul_(soft_cap)
+    return logits
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

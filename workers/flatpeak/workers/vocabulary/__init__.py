@@ -1,5 +1,5 @@
 """Ring-DTP: the vocabulary projection and its cross entropy, sharded over a ring of ranks."""
 
-from flatpeak.workers.vocabulary.loss import ring_cross_entropy
+from flatpeak.workers.vocabulary.loss import ring_cross_entropy, ring_log_probs
 
-__all__ = ["ring_cross_entropy"]
+__all__ = ["ring_cross_entropy", "ring_log_probs"]

@@ -1,10 +1,10 @@
-"""The vocabulary loss as one autograd function: forward and backward tours of the ring.
+"""The vocabulary loss as one autograd function, and its evaluation without gradients.
 
-Shape suffixes in comments: N own tokens, H hidden width, V_r own vocabulary rows. The derivation
-is in README.md beside this file.
+The derivation is in README.md beside this file.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from flatpeak.kernels.vocabulary_strip import accumulate_, merge_, strip_residual, strip_state
 from flatpeak.workers.partition import parts
 from flatpeak.workers.scopes import scope
-from flatpeak.workers.vocabulary.agreement import check_facts, gather_facts
-from flatpeak.workers.vocabulary.ring import Carry, Ring, tour
-from flatpeak.workers.vocabulary.tiles import Tiles, choose_tiles, spans, weights_move
+from flatpeak.workers.vocabulary.agreement import Inputs, check_facts, gather_facts
+from flatpeak.workers.vocabulary.meetings import Backward, Plan, states_of
+from flatpeak.workers.vocabulary.objective import Objective
+from flatpeak.workers.vocabulary.ring import Ring
+from flatpeak.workers.vocabulary.tiles import choose_tiles, weights_move
 
 GradSink = Callable[[Tensor], None]
 
@@ -34,11 +35,16 @@ def ring_cross_entropy(
     token_tile: int | None = None,
     schedule: str = "auto",
     grad_sink: GradSink | None = None,
+    soft_cap: float | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    token_weights: Tensor | None = None,
 ) -> Tensor:
     """Negative log likelihood of each own token under the whole sharded vocabulary.
 
     Every rank of `group` calls this with its own tokens (their number may differ and may be 0) and
     then runs backward, both as one collective. No tensor of tokens x vocabulary elements is made.
+    Options must be the same on all ranks; tokens and their weights are each rank's own.
 
     Args:
         hidden: [N, H], float32, bfloat16 or float16.
@@ -52,188 +58,184 @@ def ring_cross_entropy(
         schedule: which tensor tours the ring: "weights", "activations", or "auto" for the smaller.
         grad_sink: receives the finished fp32 weight gradient [V_r, H] once, in backward; autograd
             then gets none. Without it autograd gets the gradient in the weight's dtype.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` first. None leaves them.
+        z_loss: this times the square of the log-sum-exp of a token's logits is added to its loss.
+        label_smoothing: the share, 0 to 1, of the target's probability that is spread evenly over
+            the vocabulary, as in `torch.nn.functional.cross_entropy`.
+        token_weights: [N] float32, finite: multiply the loss and the gradient of each token. One of
+            weight 0 is left out like an ignored one. They are constants: no gradient reaches them.
 
     Returns:
         [N] fp32, 0 where ignored.
 
     Raises:
         InputError: shapes, dtypes or options do not fit, on all ranks alike.
-        DataError: a target outside the vocabulary, on all ranks alike, before any ring traffic.
+        DataError: a target outside the vocabulary or a weight that is not finite, on all ranks
+            alike, before any ring traffic.
 
     Source: Ring-DTP, arXiv 2609.14306, with token tiles that tour the ring one by one.
     """
-    ring = Ring(group)
-    with scope("vocabulary"):
-        facts = gather_facts(
-            ring,
-            hidden,
-            targets,
-            weight_shard,
+    grads = torch.is_grad_enabled()
+    plan = _plan(
+        Inputs(
+            hidden=hidden,
+            targets=targets,
+            shard=weight_shard,
+            token_weights=token_weights,
             vocab_size=vocab_size,
             ignore_index=ignore_index,
             token_tile=token_tile,
             schedule=schedule,
-            wants_shard_grad=weight_shard.requires_grad or grad_sink is not None,
-        )
+            soft_cap=soft_cap,
+            z_loss=z_loss,
+            label_smoothing=label_smoothing,
+            needs_hidden_grad=grads and hidden.requires_grad,
+            needs_shard_grad=grads and (weight_shard.requires_grad or grad_sink is not None),
+        ),
+        group,
+    )
+    call = _Call(plan, ignore_index, grad_sink)
+    return _RingCrossEntropy.apply(hidden, targets, weight_shard, token_weights, call)
+
+
+def ring_log_probs(
+    hidden: Tensor,
+    targets: Tensor,
+    weight_shard: Tensor,
+    *,
+    group: ProcessGroup | None,
+    vocab_size: int,
+    ignore_index: int = -100,
+    token_tile: int | None = None,
+    schedule: str = "auto",
+    soft_cap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each own token's target, and the entropy of what was predicted there.
+
+    For evaluation: nothing is kept for a backward pass, and the results require no gradient.
+    Collective over `group`. Arguments and errors are those of `ring_cross_entropy`, and so is the
+    memory it takes, but for a second strip of logits.
+
+    Returns:
+        log_probs [N] and entropy [N], in nats, fp32. Both are 0 where the target is ignored.
+    """
+    plan = _plan(
+        Inputs(
+            hidden=hidden,
+            targets=targets,
+            shard=weight_shard,
+            vocab_size=vocab_size,
+            ignore_index=ignore_index,
+            token_tile=token_tile,
+            schedule=schedule,
+            soft_cap=soft_cap,
+        ),
+        group,
+    )
+    with torch.no_grad(), _computing(hidden):
+        states = states_of(plan, hidden, targets, weight_shard, moments=True)
+        m, z, y, _, e = states.unbind(1)
+        lse = z.log().add_(m)
+        out = targets == ignore_index
+        log_probs = (y - lse).masked_fill_(out, 0.0)
+        entropy = (lse - e / z).masked_fill_(out, 0.0)
+        return log_probs.float(), entropy.float()
+
+
+def _plan(inputs: Inputs, group: ProcessGroup | None) -> Plan:
+    """What the ranks do, from facts that all of them know, so that they decide alike."""
+    ring = Ring(group)
+    with scope("vocabulary"):
+        facts = gather_facts(ring, inputs)
     check_facts(facts)
     tokens = [own.tokens for own in facts]
-    shards = parts(vocab_size, ring.size)
-    plan = _Plan(
+    shards = parts(inputs.vocab_size, ring.size)
+    return Plan(
         ring=ring,
         tokens=tokens,
         shards=shards,
         tiles=choose_tiles(
             tokens=max(tokens),
             shard_rows=max(stop - start for start, stop in shards),
-            width=hidden.shape[1],
-            token_tile=token_tile,
+            width=inputs.hidden.shape[1],
+            token_tile=inputs.token_tile,
         ),
-        # Decided from the largest token count, which all ranks know, so that they decide alike.
         weights_move=weights_move(
-            schedule, tokens=max(tokens), vocab_size=vocab_size, ranks=ring.size
+            inputs.schedule, tokens=max(tokens), vocab_size=inputs.vocab_size, ranks=ring.size
         ),
-        ignore_index=ignore_index,
-        grad_sink=grad_sink,
+        objective=Objective(
+            vocab_size=inputs.vocab_size,
+            soft_cap=inputs.soft_cap,
+            z_loss=inputs.z_loss,
+            label_smoothing=inputs.label_smoothing,
+        ),
     )
-    return _RingCrossEntropy.apply(hidden, targets, weight_shard, plan)
 
 
 @dataclass(frozen=True)
-class _Plan:
-    ring: Ring
-    tokens: list[int]
-    shards: list[tuple[int, int]]
-    tiles: Tiles
-    weights_move: bool
+class _Call:
+    plan: Plan
     ignore_index: int
     grad_sink: GradSink | None
 
-    @property
-    def shard_rows(self) -> list[int]:
-        return [stop - start for start, stop in self.shards]
+    def weighted(self, values: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+        """`values` [N] times the token weights, 0 for whatever token is left out."""
+        out = targets == self.ignore_index
+        if weights is not None:
+            out |= weights == 0
+            values = values * weights
+        return values.masked_fill(out, 0.0)
 
 
 class _RingCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, targets: Tensor, shard: Tensor, plan: _Plan) -> Tensor:
-        with scope("vocabulary"), torch.autocast(hidden.device.type, enabled=False):
-            states = _states_weights if plan.weights_move else _states_activations
-            m, z, y = states(plan, hidden, targets, shard).unbind(1)
-            lse = z.log().add_(m)
-            nll = (lse - y).masked_fill_(targets == plan.ignore_index, 0.0)
-        ctx.save_for_backward(hidden, targets, shard, lse)
-        ctx.plan = plan
-        return nll
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        shard: Tensor,
+        token_weights: Tensor | None,
+        call: _Call,
+    ) -> Tensor:
+        objective = call.plan.objective
+        with _computing(hidden):
+            states = states_of(call.plan, hidden, targets, shard, moments=objective.needs_moments)
+            lse = states[:, 1].log().add_(states[:, 0])
+            losses = call.weighted(objective.losses(states, lse), targets, token_weights).float()
+            ctx.save_for_backward(hidden, targets, shard, token_weights, lse.float())
+        ctx.call = call
+        return losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_nll: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        hidden, targets, shard, lse = ctx.saved_tensors
-        plan: _Plan = ctx.plan
-        needs_hidden, _, needs_shard, _ = ctx.needs_input_grad
-        needs_shard = needs_shard or plan.grad_sink is not None
-        with scope("vocabulary"), torch.autocast(hidden.device.type, enabled=False):
-            upstream = grad_nll.float().masked_fill(targets == plan.ignore_index, 0.0)
-            grads = _grads_weights if plan.weights_move else _grads_activations
-            d_hidden, d_shard = grads(
-                plan, hidden, targets, shard, lse, upstream, needs_hidden, needs_shard
-            )
-            if d_shard is not None and plan.grad_sink is not None:
-                plan.grad_sink(d_shard)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, targets, shard, token_weights, lse = ctx.saved_tensors
+        call: _Call = ctx.call
+        with _computing(hidden):
+            d_hidden, d_shard = Backward(
+                plan=call.plan,
+                hidden=hidden,
+                targets=targets,
+                shard=shard,
+                lse=lse,
+                upstream=call.weighted(grad.float(), targets, token_weights),
+                needs_hidden=ctx.needs_input_grad[0],
+                needs_shard=ctx.needs_input_grad[2] or call.grad_sink is not None,
+            ).gradients()
+            if d_shard is not None and call.grad_sink is not None:
+                call.grad_sink(d_shard)
                 d_shard = None
             return (
-                d_hidden if d_hidden is None else d_hidden.to(hidden.dtype),
+                None if d_hidden is None else d_hidden.to(hidden.dtype),
                 None,
-                d_shard if d_shard is None else d_shard.to(shard.dtype),
+                None if d_shard is None else d_shard.to(shard.dtype),
+                None,
                 None,
             )
 
 
-def _empty_states(hidden: Tensor) -> Tensor:
-    states = hidden.new_zeros((hidden.shape[0], 3), dtype=torch.float32)
-    states[:, 0] = float("-inf")
-    return states
-
-
-def _states_activations(plan: _Plan, hidden: Tensor, targets: Tensor, shard: Tensor) -> Tensor:
-    states = _empty_states(hidden)
-    carry = Carry(plan.ring, states, plan.tiles.tokens)
-    first_row = plan.shards[plan.ring.rank][0]
-    for visit in tour(plan.ring, plan.tokens, plan.tiles.tokens, (hidden, targets), carry):
-        x, t = visit.payload
-        if visit.start == visit.stop:
-            continue
-        for a, b in spans(shard.shape[0], plan.tiles.vocabulary):
-            state = strip_state(x, shard[a:b], t - (first_row + a))
-            merge_(carry.here(), state)
-    return states
-
-
-def _states_weights(plan: _Plan, hidden: Tensor, targets: Tensor, shard: Tensor) -> Tensor:
-    states = _empty_states(hidden)
-    for visit in tour(plan.ring, plan.shard_rows, plan.tiles.vocabulary, (shard,)):
-        (w,) = visit.payload
-        if visit.start == visit.stop:
-            continue
-        first_row = plan.shards[visit.owner][0] + visit.start
-        for a, b in spans(hidden.shape[0], plan.tiles.tokens):
-            merge_(states[a:b], strip_state(hidden[a:b], w, targets[a:b] - first_row))
-    return states
-
-
-def _grads_activations(
-    plan: _Plan,
-    hidden: Tensor,
-    targets: Tensor,
-    shard: Tensor,
-    lse: Tensor,
-    upstream: Tensor,
-    needs_hidden: bool,
-    needs_shard: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    d_hidden = hidden.new_zeros(hidden.shape) if needs_hidden else None
-    d_shard = shard.new_zeros(shard.shape, dtype=torch.float32) if needs_shard else None
-    carry = None if d_hidden is None else Carry(plan.ring, d_hidden, plan.tiles.tokens)
-    first_row = plan.shards[plan.ring.rank][0]
-    own = (hidden, targets, lse, upstream)
-    for visit in tour(plan.ring, plan.tokens, plan.tiles.tokens, own, carry):
-        x, t, *scalars = visit.payload
-        if visit.start == visit.stop:
-            continue
-        for a, b in spans(shard.shape[0], plan.tiles.vocabulary):
-            residual = strip_residual(x, shard[a:b], t - (first_row + a), *scalars)
-            if d_shard is not None:
-                accumulate_(d_shard[a:b], residual.t(), x)
-            if carry is not None:  # last, since the carry may still be in flight
-                accumulate_(carry.here(), residual, shard[a:b])
-            del residual  # before the next strip is made
-    return d_hidden, d_shard
-
-
-def _grads_weights(
-    plan: _Plan,
-    hidden: Tensor,
-    targets: Tensor,
-    shard: Tensor,
-    lse: Tensor,
-    upstream: Tensor,
-    needs_hidden: bool,
-    needs_shard: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    d_hidden = hidden.new_zeros(hidden.shape, dtype=torch.float32) if needs_hidden else None
-    d_shard = shard.new_zeros(shard.shape, dtype=torch.float32) if needs_shard else None
-    carry = None if d_shard is None else Carry(plan.ring, d_shard, plan.tiles.vocabulary)
-    for visit in tour(plan.ring, plan.shard_rows, plan.tiles.vocabulary, (shard,), carry):
-        (w,) = visit.payload
-        if visit.start == visit.stop:
-            continue
-        first_row = plan.shards[visit.owner][0] + visit.start
-        for a, b in spans(hidden.shape[0], plan.tiles.tokens):
-            x = hidden[a:b]
-            residual = strip_residual(x, w, targets[a:b] - first_row, lse[a:b], upstream[a:b])
-            if d_hidden is not None:
-                accumulate_(d_hidden[a:b], residual, w)
-            if carry is not None:  # last, since the carry may still be in flight
-                accumulate_(carry.here(), residual.t(), x)
-            del residual  # before the next strip is made
-    return d_hidden, d_shard
+@contextmanager
+def _computing(hidden: Tensor) -> Iterator[None]:
+    """In the vocabulary's scope, and in the dtypes that are written here, whatever autocast."""
+    with scope("vocabulary"), torch.autocast(hidden.device.type, enabled=False):
+        yield

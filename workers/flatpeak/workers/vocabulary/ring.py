@@ -75,17 +75,19 @@ class _Turns:
 
 
 class Carry:
-    """The fp32 accumulator of each piece, which visits the ring behind its piece.
+    """The accumulator of each piece, which visits the ring behind its piece.
 
     `home` [rows, width] holds the initial values of this rank's rows and, after the tour, what all
-    ranks added to them. If it is not fp32, pieces leave from and land in fp32 buffers.
+    ranks added to them. If it is narrower than fp32, pieces leave from and land in fp32 buffers.
     """
 
     def __init__(self, ring: Ring, home: Tensor, tile: int) -> None:
         self._ring = ring
         self._home = home
-        self._visiting = _Turns([home], tile, torch.float32)
-        self._landings = _Turns([home], tile, torch.float32)
+        wide = torch.promote_types(home.dtype, torch.float32)
+        self._staged = home.dtype != wide
+        self._visiting = _Turns([home], tile, wide)
+        self._landings = _Turns([home], tile, wide)
         self._here = self._landing = home[:0]
         self._hop = Hop()
         self._homecoming: tuple[Hop, Tensor, Bounds] | None = None
@@ -100,7 +102,7 @@ class Carry:
             return  # it is on its way since the step before was left
         start, stop = bounds[self._ring.rank]
         self._landing = self._home[start:stop]
-        if self._home.dtype != torch.float32:
+        if self._staged:
             # In turn: the piece before may still be on its way home.
             staged = self._landings.take(piece, stop - start)[0]
             self._landing = staged.copy_(self._landing)
@@ -126,7 +128,7 @@ class Carry:
             return
         hop, landed, (start, stop) = self._homecoming
         hop.wait()
-        if self._home.dtype != torch.float32:
+        if self._staged:
             self._home[start:stop].copy_(landed)
         self._homecoming = None
 

@@ -1,0 +1,323 @@
+"""Every option of the vocabulary loss equals what dense fp64 logits give, on any ring.
+
+A process group is started once a size, and all cases run inside it.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from flatpeak.workers.memory import PeakMeter
+from flatpeak.workers.partition import part
+from flatpeak.workers.vocabulary import ring_cross_entropy, ring_log_probs
+from ranks import run_ranks
+
+IGNORED = -100
+SCHEDULES = ("weights", "activations")
+TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch for every rank, and how its loss is made; drawn from `seed` where it is used."""
+
+    seed: int
+    tokens: list[int]
+    vocab: int
+    width: int
+    schedule: str = "auto"
+    token_tile: int | None = None
+    soft_cap: float | None = None
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    weighted: bool = False
+    tied: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def options(self) -> dict:
+        return {"soft_cap": self.soft_cap, "schedule": self.schedule, "token_tile": self.token_tile}
+
+
+@dataclass(frozen=True)
+class Data:
+    """fp64 values that the case's dtype can represent, one entry a rank, one weight for all."""
+
+    hidden: list[Tensor]
+    targets: list[Tensor]
+    upstream: list[Tensor]
+    token_weights: list[Tensor | None]
+    weight: Tensor
+
+
+def data_of(case: Case) -> Data:
+    make = torch.Generator().manual_seed(case.seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=make).to(case.dtype).double()
+
+    weight = (normal(case.vocab, case.width) * 0.7).to(case.dtype).double()
+    hidden, targets, upstream, token_weights = [], [], [], []
+    for n in case.tokens:
+        ids = torch.randint(case.vocab, (n,), generator=make)
+        # Tied: what goes in are rows of the head weight, by token id.
+        inputs = torch.randint(case.vocab, (n,), generator=make) if case.tied else None
+        hidden.append(normal(n, case.width) if inputs is None else inputs)
+        ids[::5] = IGNORED
+        targets.append(ids)
+        upstream.append(torch.randn(n, generator=make).double())
+        weights = torch.rand(n, generator=make) * 2
+        weights[1::4] = 0.0
+        token_weights.append(weights if case.weighted else None)
+    return Data(hidden, targets, upstream, token_weights, weight)
+
+
+def leaf(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype, copy=True).requires_grad_()
+
+
+def dense(case: Case, data: Data, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
+    """Losses, gradients of hidden states and weight, log-probabilities and entropies."""
+    weight = leaf(data.weight, dtype)
+    hidden = [F.embedding(x, weight) if case.tied else leaf(x, dtype) for x in data.hidden]
+    losses, log_probs, entropies = [], [], []
+    for x, t, w in zip(hidden, data.targets, data.token_weights, strict=True):
+        logits = x @ weight.T
+        if case.soft_cap is not None:
+            logits = case.soft_cap * torch.tanh(logits / case.soft_cap)
+        loss = F.cross_entropy(
+            logits, t, reduction="none", ignore_index=IGNORED, label_smoothing=case.label_smoothing
+        )
+        kept = t != IGNORED
+        loss = loss + kept * case.z_loss * logits.logsumexp(1).square()
+        losses.append(loss if w is None else loss * w)
+        spread = logits.detach().log_softmax(1)
+        log_probs.append(spread.gather(1, t.clamp(min=0).unsqueeze(1)).squeeze(1) * kept)
+        entropies.append(-(spread.exp() * spread).sum(1) * kept)
+    torch.autograd.backward(losses, [g.to(dtype) for g in data.upstream])
+    d_hidden = [] if case.tied else [_grad(x) for x in hidden]
+    return [[x.detach() for x in losses], d_hidden, [_grad(weight)], log_probs, entropies]
+
+
+def _grad(x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+def ring_cases(rank: int, world: int, cases: list[Case]) -> list[tuple[Tensor, ...]]:
+    return [ring_case(rank, world, case) for case in cases]
+
+
+def ring_case(rank: int, world: int, case: Case) -> tuple[Tensor, ...]:
+    """As `dense`, of this rank; tied, the gradient is of the whole weight, to be summed."""
+    data, group = data_of(case), dist.group.WORLD if world > 1 else None
+    rows = slice(*part(case.vocab, world, rank))
+    weight = leaf(data.weight, case.dtype)
+    x = data.hidden[rank]
+    hidden = F.embedding(x, weight) if case.tied else leaf(x, case.dtype)
+    shard, targets = weight[rows], data.targets[rank]
+    loss = ring_cross_entropy(
+        hidden,
+        targets,
+        shard,
+        group=group,
+        vocab_size=case.vocab,
+        z_loss=case.z_loss,
+        label_smoothing=case.label_smoothing,
+        token_weights=data.token_weights[rank],
+        **case.options,
+    )
+    loss.backward(data.upstream[rank].float())
+    evaluated = ring_log_probs(
+        hidden, targets, shard, group=group, vocab_size=case.vocab, **case.options
+    )
+    assert not any(x.requires_grad for x in evaluated)
+    assert weight.grad is not None
+    d_weight = weight.grad if case.tied else weight.grad[rows]
+    return loss.detach(), _grad(hidden) if hidden.is_leaf else hidden[:0], d_weight, *evaluated
+
+
+def joined(case: Case, results: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    losses, d_hidden, d_weight, *evaluated = (list(x) for x in zip(*results, strict=True))
+    whole = sum(x.double() for x in d_weight) if case.tied else torch.cat(d_weight)
+    assert isinstance(whole, Tensor)
+    return [torch.cat(losses), torch.cat(d_hidden), whole, *map(torch.cat, evaluated)]
+
+
+NAMES = ("loss", "d hidden", "d weight", "log probability", "entropy")
+
+
+def errors(case: Case, results: list[Tensor], wanted: list[list[Tensor]]) -> dict[str, float]:
+    """Relative, of each result that has any elements; an entropy's to the largest there can be."""
+    found = {}
+    for name, actual, parts in zip(NAMES, results, wanted, strict=True):
+        if actual.numel():
+            expected = torch.cat(parts).double()
+            size = torch.full_like(expected, case.vocab).log() if name == "entropy" else expected
+            scale = max(size.norm().item(), 1e-30)
+            found[name] = (actual.double() - expected).norm().item() / scale
+    return found
+
+
+def run_cases(world: int, cases: list[Case]) -> list[list[Tensor]]:
+    if world == 1:
+        results = [ring_cases(0, 1, cases)]
+    else:
+        results = run_ranks(world, ring_cases, world, cases)
+    by_case = zip(*results, strict=True)
+    return [joined(case, list(parts)) for case, parts in zip(cases, by_case, strict=True)]
+
+
+def random_case(random: Random, world: int) -> Case:
+    vocab = random.choice([5, 257, random.randint(1, 60)])
+    return Case(
+        seed=random.randrange(10**6),
+        tokens=[random.choice([0, 1, random.randint(2, 12)]) for _ in range(world)],
+        vocab=vocab,
+        width=random.randint(2, 16),
+        schedule=random.choice(SCHEDULES),
+        token_tile=random.choice([None, 3, 8]),
+        soft_cap=random.choice([None, 3.0, 30.0]),
+        z_loss=random.choice([0.0, 1e-4, 0.1]),
+        label_smoothing=random.choice([0.0, 0.1, 1.0]),
+        weighted=random.random() < 0.5,
+        tied=random.random() < 0.3,
+    )
+
+
+CASES = {1: 60, 2: 40, 3: 30, 4: 20, 8: 6}
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_any_case_with_any_options_equals_dense(world: int):
+    random = Random(world)
+    cases = [random_case(random, world) for _ in range(CASES[world])]
+    for case, results in zip(cases, run_cases(world, cases), strict=True):
+        found = errors(case, results, dense(case, data_of(case)))
+        assert max(found.values(), default=0.0) <= TOLERANCE, (case, found)
+
+
+ALL = {"soft_cap": 5.0, "z_loss": 1e-2, "label_smoothing": 0.1, "weighted": True}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_a_real_vocabulary_with_every_option_equals_dense(world: int):
+    tokens = [max(0, 5 - 2 * rank) for rank in range(world)]
+    plain = Case(seed=world, tokens=tokens, vocab=50_257, width=8)
+    cases = [Case(**{**vars(plain), "schedule": schedule, **ALL}) for schedule in SCHEDULES]
+    if world == 2:
+        cases += [Case(**{**vars(case), "tied": True}) for case in cases]
+    for case, results in zip(cases, run_cases(world, cases), strict=True):
+        found = errors(case, results, dense(case, data_of(case)))
+        assert max(found.values()) <= TOLERANCE, (case, found)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_bf16_is_no_worse_than_dense_logits_in_bf16(world: int):
+    tokens = [9, 4, 7][:world]
+    cases = [
+        Case(
+            seed=5,
+            tokens=tokens,
+            vocab=257,
+            width=16,
+            schedule=schedule,
+            token_tile=4,
+            dtype=torch.bfloat16,
+            **options,
+        )
+        for schedule in SCHEDULES
+        for options in ({}, ALL)
+    ]
+    for case, results in zip(cases, run_cases(world, cases), strict=True):
+        data = data_of(case)
+        wanted = dense(case, data)
+        narrow = [torch.cat(parts) for parts in dense(case, data, torch.bfloat16)]
+        found, allowed = errors(case, results, wanted), errors(case, narrow, wanted)
+        assert all(found[name] <= allowed[name] for name in NAMES), (case, found, allowed)
+        assert found["loss"] < 1e-6
+
+
+def test_the_mean_loss_of_an_untrained_head_is_log_v_for_every_group():
+    cases = {world: Case(seed=1, tokens=[6] * world, vocab=257, width=4) for world in (1, 2, 3, 4)}
+    for world, case in cases.items():
+        losses = run_ranks(world, loss_of_a_zero_head, world, case)
+        assert torch.allclose(torch.cat(losses), torch.tensor(257.0).log())
+
+
+def loss_of_a_zero_head(rank: int, world: int, case: Case) -> Tensor:
+    start, stop = part(case.vocab, world, rank)
+    targets = torch.arange(case.tokens[rank])
+    return ring_cross_entropy(
+        torch.ones(len(targets), case.width),
+        targets,
+        torch.zeros(stop - start, case.width),
+        group=dist.group.WORLD,
+        vocab_size=case.vocab,
+    )
+
+
+def test_a_weight_of_zero_is_an_ignored_token():
+    case = Case(seed=2, tokens=[12], vocab=31, width=6, z_loss=0.1, label_smoothing=0.2)
+    data = data_of(case)
+    (kept,) = (t != IGNORED for t in data.targets)
+    weights = kept.float()
+    unmasked = data.targets[0].clamp(min=0)
+
+    def run(targets: Tensor, token_weights: Tensor | None, upstream: Tensor) -> tuple[Tensor, ...]:
+        x, w = (z.float().requires_grad_() for z in (data.hidden[0], data.weight))
+        loss = ring_cross_entropy(
+            x,
+            targets,
+            w,
+            group=None,
+            vocab_size=31,
+            z_loss=case.z_loss,
+            label_smoothing=case.label_smoothing,
+            token_weights=token_weights,
+        )
+        loss.backward(upstream)
+        return loss.detach(), _grad(x), _grad(w)
+
+    upstream = data.upstream[0].float()
+    ignored = run(data.targets[0], None, upstream)
+    # What is left out is never read, whatever comes from above.
+    weighted = run(unmasked, weights, upstream.masked_fill(~kept, float("nan")))
+    assert all(torch.equal(a, b) for a, b in zip(ignored, weighted, strict=True))
+
+
+def test_no_gradient_reaches_the_token_weights():
+    weights = torch.ones(3, requires_grad=True)
+    hidden = torch.ones(3, 2, requires_grad=True)
+    loss = ring_cross_entropy(
+        hidden,
+        torch.arange(3),
+        torch.ones(4, 2),
+        group=None,
+        vocab_size=4,
+        token_weights=weights,
+    )
+    loss.sum().backward()
+    assert weights.grad is None
+    assert hidden.grad is not None
+
+
+def test_log_probabilities_need_two_strips_and_keep_nothing():
+    tokens, vocab, width, tile = 300, 500, 4, 16
+    hidden = torch.ones(tokens, width, requires_grad=True)
+    weight = torch.ones(vocab, width, requires_grad=True)
+    with PeakMeter() as meter:
+        log_probs, entropy = ring_log_probs(
+            hidden, torch.arange(tokens), weight, group=None, vocab_size=vocab, token_tile=tile
+        )
+        peak = meter.peaks()["vocabulary"]
+        kept = meter.live()["vocabulary"]
+    assert kept == log_probs.nbytes + entropy.nbytes
+    # Per token: a state of five fp64 numbers, and a few vectors at the end.
+    assert peak <= tokens * 100 + 2 * 4 * tile * tile + 200 * tile
+    assert peak < tokens * vocab * 4 / 10
+    assert torch.allclose(entropy, torch.tensor(float(vocab)).log())

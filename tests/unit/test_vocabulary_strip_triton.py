@@ -1,0 +1,199 @@
+"""The fused strip, interpreted on the CPU, against dense fp64 and the plain reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flatpeak.kernels import vocabulary_strip
+from flatpeak.kernels.vocabulary_strip import reference
+from flatpeak.kernels.vocabulary_strip.triton import FOLDED_BLOCKS, Blocks, span_of
+from interpreted import interpreted
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NAMES = ["m", "z", "y", "s", "e", "residual"]
+OUTSIDE = -(2**40) + 1  # an ignored id; its low 32 bits are those of column 1
+
+
+def make_inputs(t: int, v: int, h: int, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """Inputs surrounded by NaN, so that whoever reads beyond an end is caught."""
+    make = torch.Generator().manual_seed(seed)
+
+    def inside_nan(rows: int) -> Tensor:
+        matrix = torch.full((rows + 2, h + 3), float("nan"), dtype=dtype)[:rows, :h]
+        return matrix.copy_(torch.randn(rows, h, generator=make))
+
+    columns = torch.randint(-v, 2 * v, (t,), generator=make)
+    columns[0] = OUTSIDE
+    p_scale, y_scale, flat = torch.randn(3, t, generator=make)
+    x, w = inside_nan(t), inside_nan(v).mul_(h**-0.5)
+    return {
+        "x": x,
+        "w": w,
+        "columns": columns,
+        "lse": dense_logits(x, w, None).logsumexp(1).float(),
+        "p_scale": p_scale,
+        "y_scale": y_scale,
+        "flat": flat,
+    }
+
+
+def dense_logits(x: Tensor, w: Tensor, soft_cap: float | None) -> Tensor:
+    products = x.double() @ w.double().T
+    return products if soft_cap is None else soft_cap * torch.tanh(products / soft_cap)
+
+
+def outputs(kernels: Any, inputs: dict[str, Tensor], soft_cap: float | None, optional: bool):
+    """The state's columns and the residual, as `kernels` computes them."""
+    x, w, columns = inputs["x"], inputs["w"], inputs["columns"]
+    state = kernels.strip_state(x, w, columns, soft_cap=soft_cap, moments=optional)
+    scales = [inputs[name] for name in ("lse", "p_scale", "y_scale")]
+    flat = inputs["flat"] if optional else None
+    residual = kernels.strip_residual(x, w, columns, *scales, flat, soft_cap=soft_cap)
+    return dict(zip(NAMES, state.unbind(1), strict=False)) | {"residual": residual}
+
+
+def fused_outputs(inputs: dict[str, Tensor], soft_cap: float | None, optional: bool):
+    from flatpeak.kernels.vocabulary_strip import triton
+
+    return outputs(triton, inputs, soft_cap, optional)
+
+
+class Dense:
+    """The formulas in fp64."""
+
+    @staticmethod
+    def strip_state(x, w, columns, *, soft_cap, moments) -> Tensor:
+        logits = dense_logits(x, w, soft_cap)
+        y = (logits * onehot(columns, len(w))).sum(1)
+        m = logits.amax(1)
+        weights = (logits - m.unsqueeze(1)).exp()
+        sums = (m, weights.sum(1), y, logits.sum(1), (weights * logits).sum(1))
+        return torch.stack(sums[: 5 if moments else 3], dim=1)
+
+    @staticmethod
+    def strip_residual(x, w, columns, lse, p_scale, y_scale, flat, *, soft_cap) -> Tensor:
+        logits = dense_logits(x, w, soft_cap)
+        lse, p_scale, y_scale = (scale.double().unsqueeze(1) for scale in (lse, p_scale, y_scale))
+        residual = p_scale * (logits - lse).exp() - y_scale * onehot(columns, len(w))
+        if flat is not None:
+            residual -= flat.unsqueeze(1)
+        return residual if soft_cap is None else residual * (1 - (logits / soft_cap) ** 2)
+
+
+def onehot(columns: Tensor, v: int) -> Tensor:
+    return (columns.unsqueeze(1) == torch.arange(v)).double()
+
+
+def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """The norm of the difference, relative to that of a vector of ones at least."""
+    return {
+        name: float((x.double() - expected[name]).norm())
+        / max(float(expected[name].norm()), x.numel() ** 0.5)
+        for name, x in actual.items()
+    }
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    t=st.integers(1, 36),
+    v=st.integers(1, 70),
+    h=st.integers(1, 36),
+    dtype=st.sampled_from(DTYPES),
+    soft_cap=st.none() | st.floats(0.5, 50.0),
+    optional=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_equals_dense(t, v, h, dtype, soft_cap, optional, seed):
+    inputs = make_inputs(t, v, h, dtype, seed)
+    expected = outputs(Dense, inputs, soft_cap, optional)
+    actual = interpreted(fused_outputs, inputs, soft_cap, optional)
+    assert actual["residual"].dtype == (dtype if dtype == torch.bfloat16 else torch.float32)
+    for name, error in errors(actual, expected).items():
+        assert error <= (2**-8 if actual[name].dtype == torch.bfloat16 else 1e-6), name
+
+
+@pytest.mark.parametrize("optional", [False, True], ids=["plain", "optional"])
+@pytest.mark.parametrize("soft_cap", [None, 2.0], ids=["uncapped", "capped"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+def test_the_error_does_not_exceed_that_of_the_reference(dtype, soft_cap, optional):
+    inputs = make_inputs(16, 200, 100, dtype)
+    expected = outputs(Dense, inputs, soft_cap, optional)
+    plain = outputs(reference, inputs, soft_cap, optional)
+    fused = interpreted(fused_outputs, inputs, soft_cap, optional)
+    # The reference's residual is narrowed where it is multiplied.
+    plain["residual"] = plain["residual"].to(fused["residual"].dtype)
+    allowed = errors(plain, expected)
+    for name, error in errors(fused, expected).items():
+        # A few units in the last place come and go with the order of the sums.
+        assert error <= max(1.01 * allowed[name], 2**-23), name
+
+
+def test_rows_may_lie_anywhere_in_memory():
+    inputs = make_inputs(20, 35, 18, torch.float32)
+    expected = outputs(reference, inputs, None, True)
+    apart = torch.full((35, 18, 2), float("nan"))
+    apart[..., 0] = inputs["w"]
+    inputs |= {"x": inputs["x"].t().contiguous().t(), "w": apart[..., 0]}
+    actual = interpreted(fused_outputs, inputs, None, True)
+    for name, value in actual.items():
+        torch.testing.assert_close(value, expected[name])
+
+
+def large_logits() -> tuple[Tensor, Tensor]:
+    from flatpeak.kernels.vocabulary_strip import triton
+
+    x = torch.tensor([[3e4], [-3e4]])
+    w = torch.linspace(-1, 1, 70).unsqueeze(1)
+    columns = torch.tensor([69, 0])
+    state = triton.strip_state(x, w, columns, moments=True)
+    lse = state[:, 0] + state[:, 1].log()
+    ones = torch.ones(2)
+    return state, triton.strip_residual(x, w, columns, lse, ones, ones)
+
+
+def test_large_logits_neither_overflow_nor_give_nan():
+    state, residual = interpreted(large_logits)
+    assert state[:, :3].tolist() == [[3e4, 1.0, 3e4]] * 2
+    assert state.isfinite().all()
+    assert residual.tolist() == [[0.0] * 70] * 2
+
+
+def no_tokens() -> tuple[Tensor, Tensor]:
+    from flatpeak.kernels.vocabulary_strip import triton
+
+    x, none = torch.empty(0, 4), torch.empty(0)
+    state = triton.strip_state(x, torch.ones(3, 4), none.long())
+    return state, triton.strip_residual(x, torch.ones(3, 4), none.long(), none, none, none)
+
+
+def test_no_tokens_give_empty_results():
+    state, residual = interpreted(no_tokens)
+    assert state.shape == (0, 3)
+    assert residual.shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("t", "v", "processors", "expected"),
+    [
+        pytest.param(4096, 4096, 132, 128, id="one-block-a-program"),
+        pytest.param(65_536, 4096, 132, 11 * 128, id="many-tokens"),
+        pytest.param(2**20, 200_000, 132, 63 * 128, id="no-more-than-fp32-can-fold"),
+        pytest.param(1, 1, 132, 128, id="nothing-to-split"),
+        pytest.param(0, 7, 132, 128, id="no-tokens"),
+    ],
+)
+def test_the_vocabulary_is_split_until_every_processor_has_programs(t, v, processors, expected):
+    blocks = Blocks(tokens=256, vocabulary=128, hidden=64, num_warps=8, num_stages=4)
+    assert span_of(t, v, blocks, processors) == expected
+    assert expected <= FOLDED_BLOCKS * blocks.vocabulary
+
+
+def test_cpus_and_fake_tensors_of_gpus_take_the_reference():
+    assert vocabulary_strip._kernels(torch.empty(1)) is reference
+    with FakeTensorMode():
+        assert vocabulary_strip._kernels(torch.empty(1, device="cuda")) is reference
