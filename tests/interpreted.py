@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
 import cloudpickle
 
@@ -24,7 +25,10 @@ def interpreted(fn: Callable[..., Any], *args: Any) -> Any:
 
 @cache
 def _process() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, get_context("spawn"), _prepare)
+    pool = ProcessPoolExecutor(1, get_context("spawn"), _prepare)
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        pool.submit(int).result()  # starts it: it may import Triton before it is prepared
+    return pool
 
 
 def _call(payload: bytes) -> bytes:
@@ -33,7 +37,6 @@ def _call(payload: bytes) -> bytes:
 
 
 def _prepare() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"
     import torch
 
     torch.set_num_threads(1)

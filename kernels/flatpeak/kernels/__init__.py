@@ -1,1 +1,1 @@
-"""The inner loops of the operators, one folder an operator, as plain torch references."""
+"""The inner loops of the operators, one folder an operator: plain torch, and Triton beside it."""

@@ -61,9 +61,11 @@ def cases() -> Iterator[Case]:
         yield Case(*values)
 
 
-def measure(case: Case) -> Resources:
+def measure(case: Case, **sizes: int) -> Resources:
+    """Compile one case; `sizes` are compiled in, as Triton does with those that are 1."""
     kernel, blocks = KERNELS[case.kernel], case.blocks
     constants = {
+        **sizes,
         "x_column": 1,
         "w_column": 1,
         "CAPPED": case.capped,
