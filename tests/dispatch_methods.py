@@ -39,11 +39,10 @@ class Case:
     backward: bool
     options: DispatchOptions
 
-    def expert_ids(self, rank: int) -> Tensor:
-        """[N, k]: the tokens of the profile in its order, on each rank from another one on."""
+    def expert_ids(self) -> Tensor:
+        """[N, k], on every rank, as the profiles are defined."""
         percent, hot = (0, 0) if self.profile == BALANCED else map(int, self.profile.split("/"))
-        ids = profile(self.tokens, self.experts, self.top_k, percent, hot)
-        return ids.roll(rank * self.tokens // self.ranks, 0)
+        return profile(self.tokens, self.experts, self.top_k, percent, hot)
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Work:
 
 def make_work(case: Case, rank: int, *, group: Group, device: str = "cpu") -> Work:
     make = torch.Generator().manual_seed(rank)
-    ids = case.expert_ids(rank)
+    ids = case.expert_ids()
     hidden, upstream = torch.randn(2, case.tokens, case.hidden, generator=make)
     weights = torch.rand(ids.shape, generator=make) + 0.1
     weights = weights / weights.sum(-1, keepdim=True)

@@ -11,7 +11,7 @@ Ratios are ours over the method in their name. All methods get the same tokens, 
 in the same processes. Memory and error come from a pass of their own; for the clock the methods
 then take turns. Every output and gradient is compared with dense ones.
 
-Tokens are on each rank; a profile r/h sends r percent of them to h hot experts. Our method gets a
+Tokens are on each rank; a profile r/h sends the first r percent of them to h hot experts. Our method gets a
 share of LLEP's increment as its budget, at least what holds for any routing, 0 for none, and keeps
 that budget for the layers of `small` tokens. It has `chunk` tokens of a rank on their way at once
 and receives `receive-rows` rows, where 0 sets no bound. No repeats measure bytes alone.
@@ -233,7 +233,7 @@ def metered_method(name: str, work: Work, rank: int) -> tuple[Figures, dict[str,
 def plans(name: str, work: Work) -> tuple[DispatchPlan, DispatchPlan, int]:
     """The native plan, the method's own, and its number of chunks."""
     case = work.case
-    # Every rank has the same ids, in another order.
+    # Every rank has the same ids.
     counts = [torch.bincount(work.ids.flatten(), minlength=case.experts).tolist()] * case.ranks
     native = plan_native(counts)
     if name == "ours":

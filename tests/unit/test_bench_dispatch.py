@@ -19,7 +19,6 @@ from dispatch_methods import METHODS, Case, make_work, run_pass
 from flatpeak.controller.bench import load_bench, run_bench
 from flatpeak.workers.dispatch import DispatchOptions
 from flatpeak.workers.errors import InputError
-from moe_families import profile
 from ranks import run_ranks
 
 CHECKOUT = Path(__file__).parents[2]
@@ -180,17 +179,6 @@ def test_only_device_checks_that_pass_leave_a_report(tmp_path: Path):
         assert "fails.py failed; it leaves no report" in done.stderr
         assert [path.name for path in out.iterdir()] == ["passes.json"]
         assert json.loads((out / "passes.json").read_text()) == words
-
-
-@pytest.mark.parametrize("skew", ["balanced", "80/4"])
-def test_ranks_have_the_same_tokens_in_different_order(skew: str):
-    case = replace(CASE, profile=skew)
-    first, second = (case.expert_ids(rank) for rank in range(2))
-    assert not torch.equal(first, second)
-    assert torch.equal(first, case.expert_ids(0))
-    expected = profile(case.tokens, case.experts, case.top_k, *((80, 4) if "/" in skew else (0, 0)))
-    for ids in (first, second):
-        assert sorted(ids.tolist()) == sorted(expected.tolist())
 
 
 def _metered(rank: int, case: Case, method: str) -> tuple[int, int, int]:

@@ -243,14 +243,17 @@ def _message_for_other_terms(rank: int) -> str:
 
 def test_terms_that_differ_between_ranks_are_refused_on_all_of_them():
     first, second, third = run_ranks(3, _message_for_other_terms)
-    assert first.startswith("k: 1 on rank 0 of the expert group, but something else on rank 1;")
-    assert second.startswith("k: 2 on rank 1 of the expert group, but something else on rank 0, 2;")
-    assert third.startswith("k: 1 on rank 2 of the expert group, but something else on rank 1;")
+    assert first.startswith("k is 1 on rank 0 of the expert group, but something else on rank 1;")
+    assert second.startswith(
+        "k is 2 on rank 1 of the expert group, but something else on rank 0, 2;"
+    )
+    assert third.startswith("k is 1 on rank 2 of the expert group, but something else on rank 1;")
 
 
 def test_options_that_differ_between_ranks_are_refused():
     messages = run_ranks(2, _message_for_other_options)
-    assert all("dispatch options: DispatchOptions(" in message for message in messages)
+    for rank, message in enumerate(messages):
+        assert f"dispatch option max_foreign_experts is {rank} on rank {rank}" in message
 
 
 def _message_for_other_options(rank: int) -> str:

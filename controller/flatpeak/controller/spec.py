@@ -167,8 +167,7 @@ class ParallelSpec(Section):
 
 class DispatchSpec(Section):
     budget_bytes: Count | Auto = "auto"
-    """Most above inputs and results; less means more chunks. auto: device_budget_bytes / 8, and no
-    bound while that is null."""
+    """Most above inputs and results. auto: device_budget_bytes / 8, no bound while that is null."""
     tokens_per_chunk: Count | Auto = "auto"
     """Tokens whose routes travel at once; auto takes as many as the budget allows."""
     max_chunks: Count = 64

@@ -4,7 +4,7 @@ concern.
 A table [columns, steps] counts for each step of a cut, see `Columns` and `Cut`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -53,7 +53,7 @@ def count(
     return [Counted.joined(of_rank) for of_rank in zip(*turns, strict=True)]
 
 
-# Tokens that are counted in one turn where their chunks do not matter.
+# Tokens that are counted in one turn, unless there are more steps.
 TOKENS_AT_ONCE = 16384
 # Numbers in the table of a rank.
 _CELLS = 4096
@@ -66,15 +66,25 @@ def steps_at_once(columns: int) -> int:
 
 def _step_table(view: Routing, labels: torch.Tensor, steps: range, cut: Cut) -> torch.Tensor:
     """The part of the table for `steps` of those of `cut`."""
-    ranks = view.plan.ranks
-    turns = -(-len(labels) // cut.steps)
+    ranks, owners = view.plan.ranks, view.owners(labels.device)
+    table = torch.zeros(len(owners) + ranks, len(steps), dtype=torch.int32, device=labels.device)
+    for part in _turns(view, labels, steps, cut):
+        table += count_table(part, owners, view.rank, ranks, steps=len(steps))
+    return table
+
+
+def _turns(view: Routing, labels: torch.Tensor, steps: range, cut: Cut) -> Iterator[torch.Tensor]:
+    """The labels [n, k] int64 of the tokens whose position modulo the steps of `cut` is in `steps`,
+    some at a time, as many for each of the steps."""
+    turns = len(labels) // cut.steps
+    whole, rest = labels.split([turns * cut.steps, len(labels) - turns * cut.steps])
+    whole = whole.unflatten(0, (turns, cut.steps))[:, steps.start : steps.stop]
+    for part in whole.split(max(1, TOKENS_AT_ONCE // len(steps))):
+        yield part.long().flatten(0, 1)
+    rest = rest[steps.start : steps.stop]
     # A token that is missing has a label behind all others, see `count_table`.
-    missing = turns * cut.steps - len(labels)
-    nowhere = view.plan.first_instance[-1] + ranks - view.rank - 1
-    labels = F.pad(labels, (0, 0, 0, missing), value=nowhere)
-    labels = labels.unflatten(0, (turns, cut.steps))[:, steps.start : steps.stop]
-    labels = labels.long().flatten(0, 1)
-    return count_table(labels, view.owners(labels.device), view.rank, ranks, steps=len(steps))
+    nowhere = view.plan.first_instance[-1] + view.plan.ranks - view.rank - 1
+    yield F.pad(rest.long(), (0, 0, 0, len(steps) - len(rest)), value=nowhere)
 
 
 def count_table(

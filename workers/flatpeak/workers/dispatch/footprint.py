@@ -157,14 +157,16 @@ def _agreeing_bytes(sizes: LayerSizes, extent: Extent) -> int:
     summing = min(extent.layer_tokens, TOKENS_AT_ONCE)
     summing *= sizes.k * (2 * _INDEX + _COUNT) + extent.ranks
     summing += (extent.ranks + 2) * (_FACTS + columns) * _INDEX
-    # All labels, filled up to whole steps; then the table of a turn, first with the labels that are
-    # counted and the ranks that compute them, then with what the other ranks counted.
-    turn = -(-extent.layer_tokens // extent.chunks) * steps
-    counting = 2 * extent.layer_tokens * sizes.k * _LABEL + steps * (columns + 1) * _COUNT
+    # All labels; then the table of a turn, first with the labels that are counted, the ranks that
+    # compute them and the sums of rows, then with what the other ranks counted. Coarser cuts were
+    # counted before, of as many tokens in a turn.
+    turn = max(min(extent.layer_tokens, TOKENS_AT_ONCE), steps)
+    counting = extent.layer_tokens * sizes.k * _LABEL + 2 * steps * (columns + 1) * _COUNT
     counting += max(
-        turn * (2 * sizes.k * _INDEX + extent.ranks),
+        turn * (2 * sizes.k * _INDEX + extent.ranks) + steps * extent.ranks * _COUNT,
         steps * extent.ranks * (1 + extent.held) * _COUNT,
     )
+    counting += 4 * columns * _INDEX
     return max(labelling, summing, counting)
 
 
