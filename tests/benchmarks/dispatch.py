@@ -11,10 +11,11 @@ Ratios are ours over the method in their name. All methods get the same tokens, 
 in the same processes. Memory and error come from a pass of their own; for the clock the methods
 then take turns. Every output and gradient is compared with dense ones.
 
-Tokens are on each rank; a profile r/h sends the first r percent of them to h hot experts. Our method gets a
-share of LLEP's increment as its budget, at least what holds for any routing, 0 for none, and keeps
-that budget for the layers of `small` tokens. It has `chunk` tokens of a rank on their way at once
-and receives `receive-rows` rows, where 0 sets no bound. No repeats measure bytes alone.
+Tokens are on each rank; a profile r/h sends the first r percent of them to h hot experts. Our
+method gets a share of LLEP's increment as its budget, at least what holds for any routing, 0 for
+none, and keeps that budget for the layers of `small` tokens. It has `chunk` tokens of a rank on
+their way at once and receives `receive-rows` rows, where 0 sets no bound. No repeats measure bytes
+alone.
 
 Of a row, `resident` are inputs, weights, outputs and gradients, `increment` is the peak above them;
 `foreign` is what foreign experts take of it and `bounded` the rest; `growth` is the factor that

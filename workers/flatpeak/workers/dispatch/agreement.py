@@ -139,6 +139,7 @@ def _summary(
     for part in expert_ids.split(TOKENS_AT_ONCE):
         ids = part.long().clamp(0, len(owners) - 1)
         table += count_table(ids, owners, rank, len(natives), steps=1, with_rows=one_chunk)
+        del ids  # before the next ones are made
     return torch.cat([torch.stack(extremes).long(), known, table.flatten()])
 
 

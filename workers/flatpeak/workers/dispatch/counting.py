@@ -70,6 +70,7 @@ def _step_table(view: Routing, labels: torch.Tensor, steps: range, cut: Cut) -> 
     table = torch.zeros(len(owners) + ranks, len(steps), dtype=torch.int32, device=labels.device)
     for part in _turns(view, labels, steps, cut):
         table += count_table(part, owners, view.rank, ranks, steps=len(steps))
+        del part  # before the next one is made
     return table
 
 

@@ -60,4 +60,5 @@ class Together:
 
 
 def to_host(table: torch.Tensor) -> np.ndarray:
-    return table.cpu().numpy()
+    # A copy, so that what is kept of it on the host keeps nothing on a device that is the host.
+    return np.array(table.cpu().numpy())
