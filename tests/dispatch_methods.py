@@ -38,11 +38,14 @@ class Case:
     dtype: torch.dtype
     backward: bool
     options: DispatchOptions
+    repeated: int = 1
+    """How often each token of the profile comes, one after the other; divides `tokens`."""
 
     def expert_ids(self) -> Tensor:
-        """[N, k], on every rank, as the profiles are defined."""
+        """[N, k], on every rank: the profile as it is defined, each token `repeated` times."""
         percent, hot = (0, 0) if self.profile == BALANCED else map(int, self.profile.split("/"))
-        return profile(self.tokens, self.experts, self.top_k, percent, hot)
+        ids = profile(self.tokens // self.repeated, self.experts, self.top_k, percent, hot)
+        return ids.repeat_interleave(self.repeated, 0)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ alone.
 
 Of a row, `resident` are inputs, weights, outputs and gradients, `increment` is the peak above them;
 `foreign` is what foreign experts take of it and `bounded` the rest; `growth` is the factor that
-twice the tokens in chunks of the same size put on `bounded`; `send_ratio` is the largest of what a
-rank sends over the mean; `error` is relative to the largest entry of the dense result.
+each token twice, in chunks of the same size, puts on `bounded`; `send_ratio` is the largest of what
+a rank sends over the mean; `error` is relative to the largest entry of the dense result.
 """
 
 import statistics
@@ -168,12 +168,20 @@ def measure(case: Case, repeats: int) -> list[dict]:
 
 
 def growth(case: Case, ours: dict) -> float:
-    """The factor that twice the tokens at one chunk size put on our increment, foreigners apart."""
+    """The factor that twice the tokens at one chunk size put on our increment, foreigners apart.
+
+    Every token comes twice. The profile of twice the tokens would be another routing: its counts
+    are not twice those of one, so its plan may have another shape, and its chunks other tokens.
+    """
     chunk = ceil(case.tokens / ours["chunks"])
     options = replace(
-        case.options, budget_bytes=None, tokens_per_chunk=chunk, max_chunks=2 * case.tokens
+        case.options,
+        budget_bytes=None,
+        tokens_per_chunk=chunk,
+        max_chunks=2 * case.tokens,
+        min_chunk=2 * case.options.min_chunk,
     )
-    doubled = replace(case, tokens=2 * case.tokens, options=options)
+    doubled = replace(case, tokens=2 * case.tokens, repeated=2, options=options)
     twice = run_ranks(case.ranks, metered_alone, doubled, "ours", timeout_s=TIMEOUT_S)
     return max(map(bounded, twice)) / ours["bounded_bytes"]
 
