@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -24,6 +25,15 @@ def test_sigterm_raises_like_sigint_and_the_handler_goes_again():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """SIGINT has its handler, as in a shell: a job in the background starts with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", BOTH, ids=lambda number: number.name)
 def test_signals_are_counted_and_raise_nothing(number):
     before = [signal.getsignal(other) for other in BOTH]
