@@ -135,11 +135,8 @@ def _summary(
     known = torch.tensor([tokens, *terms]).to(device, non_blocking=True)
     owners = owners_of(natives, device)
     one_chunk = first_cut(tokens, options).chunks == 1
-    table = torch.zeros(len(owners) + len(natives), 1, dtype=torch.int32, device=device)
-    for part in expert_ids.split(TOKENS_AT_ONCE):
-        ids = part.long().clamp(0, len(owners) - 1)
-        table += count_table(ids, owners, rank, len(natives), steps=1, with_rows=one_chunk)
-        del ids  # before the next ones are made
+    turns = (part.long().clamp(0, len(owners) - 1) for part in expert_ids.split(TOKENS_AT_ONCE))
+    table = count_table(turns, owners, rank, len(natives), steps=1, with_rows=one_chunk)
     return torch.cat([torch.stack(extremes).long(), known, table.flatten()])
 
 

@@ -4,7 +4,7 @@ concern.
 A table [columns, steps] counts for each step of a cut, see `Columns` and `Cut`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -66,12 +66,8 @@ def steps_at_once(columns: int) -> int:
 
 def _step_table(view: Routing, labels: torch.Tensor, steps: range, cut: Cut) -> torch.Tensor:
     """The part of the table for `steps` of those of `cut`."""
-    ranks, owners = view.plan.ranks, view.owners(labels.device)
-    table = torch.zeros(len(owners) + ranks, len(steps), dtype=torch.int32, device=labels.device)
-    for part in _turns(view, labels, steps, cut):
-        table += count_table(part, owners, view.rank, ranks, steps=len(steps))
-        del part  # before the next one is made
-    return table
+    owners, turns = view.owners(labels.device), _turns(view, labels, steps, cut)
+    return count_table(turns, owners, view.rank, view.plan.ranks, steps=len(steps))
 
 
 def _turns(view: Routing, labels: torch.Tensor, steps: range, cut: Cut) -> Iterator[torch.Tensor]:
@@ -83,13 +79,13 @@ def _turns(view: Routing, labels: torch.Tensor, steps: range, cut: Cut) -> Itera
     for part in whole.split(max(1, TOKENS_AT_ONCE // len(steps))):
         yield part.long().flatten(0, 1)
     rest = rest[steps.start : steps.stop]
-    # A token that is missing has a label behind all others, see `count_table`.
+    # A token that is missing has a label behind all others, see `_count_turn`.
     nowhere = view.plan.first_instance[-1] + view.plan.ranks - view.rank - 1
     yield F.pad(rest.long(), (0, 0, 0, len(steps) - len(rest)), value=nowhere)
 
 
 def count_table(
-    labels: torch.Tensor,
+    turns: Iterable[torch.Tensor],
     owners: torch.Tensor,
     rank: int,
     ranks: int,
@@ -97,8 +93,24 @@ def count_table(
     steps: int,
     with_rows: bool = True,
 ) -> torch.Tensor:
-    """[columns, steps] int32, see `Columns`, for tokens whose positions go through the steps in
-    turn. Overwrites `labels` [n, k] int64."""
+    """[columns, steps] int32, see `Columns`, of labels [n, k] int64 that come some at a time and
+    are overwritten. Positions of tokens go through the steps in turn."""
+    columns = len(owners) + ranks
+    table = torch.zeros(columns, steps, dtype=torch.int32, device=owners.device)
+    for labels in turns:
+        table += _count_turn(labels, owners, rank, ranks, steps, with_rows)
+        del labels  # before the next ones are made
+    return table
+
+
+def _count_turn(
+    labels: torch.Tensor,
+    owners: torch.Tensor,
+    rank: int,
+    ranks: int,
+    steps: int,
+    with_rows: bool,
+) -> torch.Tensor:
     columns = len(owners) + ranks
     # What is nowhere stays at home and counts in a column behind all others.
     ranks_of = F.pad(owners, (0, ranks - rank), value=rank).take(labels)
