@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from flatpeak.controller.bench import check_ranges
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.memory import TOTAL, PeakMeter
 from flatpeak.workers.partition import part
@@ -52,9 +53,7 @@ class Result:
 
 
 def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
-    for name in ("tokens", "hidden", "vocab", "ranks"):
-        if config[name] < 1:
-            raise InputError(f"--{name} {config[name]}: should be 1 or more")
+    check_ranges(config, dict.fromkeys(("tokens", "hidden", "vocab", "ranks"), (1, math.inf)))
     ranks, tokens = config["ranks"], config["tokens"]
     if config["vocab"] < ranks:
         raise InputError(f"--vocab {config['vocab']}: should be {ranks} or more, a row a rank")
