@@ -181,7 +181,7 @@ def _peaks(rank: int, layers: int, microbatches: int) -> tuple[list[int], list[i
     model = [Layer(rank, 2, seed, value_needed=False, ids=ids) for seed in range(layers)]
     with PeakMeter() as meter:
         outputs = [_forward(model, _input(rank, number)) for number in range(microbatches)]
-        peaks, left = [meter.peaks()["dispatch"]], [meter.live()["dispatch"]]
+        peaks, left = [meter.peaks()["dispatch"]], [_settled(meter)]
         while outputs:
             meter.reset_peaks()
             outputs.pop().sum().backward()
