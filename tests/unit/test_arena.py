@@ -125,6 +125,64 @@ def test_as_many_updates_as_spare_frames_may_be_open(path):
         arena.begin_update(2)
 
 
+def test_no_two_updaters_of_an_arena_ever_ask_for_the_same_frame(path):
+    sides = ["host", "device"]
+    buckets = [
+        Bucket(n, n % 2, 4, (Range(f"p{n}", 0, 9),), "bfloat16", True, "adamw", sides[n // 2 % 2])
+        for n in range(12)
+    ]
+    updaters = {b.updater for b in buckets}
+    assert updaters == {None, 0, 1}
+    with Arena.create(path, run="r", buckets=buckets, spare_frames=2) as arena:
+        mapped = {who: Arena.attach(path, run="r") for who in updaters}
+        for step in range(5):
+            # All begin before anyone commits, as processes do that know nothing of each other.
+            for who, own in mapped.items():
+                begun = [b for b in buckets if b.updater == who][step % 2 : step % 2 + 2]
+                for b in begun:
+                    fill(own.begin_update(b.index), 100 * step + b.index)
+            for own in mapped.values():
+                for index in list(own._pending):
+                    own.commit_update(index, step)
+            held = {b.index: arena.master(b.index) for b in buckets}
+            assert len({view.data_ptr() for view in held.values()}) == len(buckets)
+            for index, view in held.items():
+                version = arena.version(index)
+                assert (view == (0 if version < 0 else 100 * version + index)).all()
+        for own in mapped.values():
+            own.close()
+
+
+def test_the_division_of_frames_costs_spare_frames_alone():
+    def nbytes(*sides):
+        buckets = [
+            Bucket(n, 0, 4, (Range(f"p{n}", 0, 2**20),), "bfloat16", True, "adamw", side)
+            for n, side in enumerate(sides)
+        ]
+        return arena_bytes(buckets, 2)
+
+    frame = 14 * 2**20
+    assert nbytes(*["host"] * 4) == nbytes(*["device"] * 4)
+    assert nbytes(*["host", "device"] * 2) - nbytes(*["host"] * 4) == 2 * frame
+
+
+def test_a_wait_ends_when_the_updater_fails(arena):
+    arena.fail(RuntimeError("the device is lost"))
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        arena.wait_version(6, 7, timeout_s=10)
+    arena.advance(6, 7)
+    arena.wait_version(6, 7, timeout_s=0)
+
+
+def test_a_wait_in_vain_for_a_worker_names_it(path):
+    buckets = [Bucket(0, 3, 4, (Range("p", 0, 9),), "bfloat16", True, "adamw", "device")]
+    with (
+        Arena.create(path, run="r", buckets=buckets, spare_frames=2) as arena,
+        pytest.raises(WaitTimeout, match=r"if worker 3, which updates it, lives"),
+    ):
+        arena.wait_version(0, 1, timeout_s=0.0)
+
+
 def test_waiting_ends_with_the_version(arena, path):
     def update():
         time.sleep(0.05)

@@ -9,9 +9,11 @@ File: header (magic, format, checksum, run, layout as JSON), a word a bucket, a 
 updates that made it), frames, gradient regions, slab. Frames have the size of the largest bucket
 among those they serve; buckets of less than half of that size have smaller frames of their own.
 
-One process at a time updates an arena, and attaches anew to take over; any number read weights
-and write gradients. The flip is ordered after the frame's contents by x86-64's total store order;
-a CPU with weaker order needs a fence in `Arena._publish`.
+One process at a time updates a bucket, and attaches anew to take over: the arena's actor, or the
+worker whose device does it. Each has frames of its own, spare ones too, so that no two processes
+ever ask for the same frame. Any number read weights and write gradients. The flip is ordered after
+the frame's contents by x86-64's total store order; a CPU with weaker order needs a fence in
+`Arena._publish`.
 """
 
 import errno
@@ -29,13 +31,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 import torch
 from torch import Tensor
 
 from flatpeak.workers.buckets import Bucket, from_json, to_json
 from flatpeak.workers.errors import ClusterError, DoesNotFit, InputError, WaitTimeout
+from flatpeak.workers.registration import Registration
 
 SUFFIX = ".arena"
 _MAKING = ".making"
@@ -66,7 +69,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class _SizeClass:
-    """Buckets that share equal frames, numbered from `first_frame`."""
+    """Buckets of one updater that share equal frames, numbered from `first_frame`."""
 
     buckets: tuple[Bucket, ...]
     first_frame: int
@@ -103,7 +106,7 @@ class _Layout:
             "slab_bytes": slab_bytes,
         }
         self.body = json.dumps(described).encode()
-        groups = _by_size(buckets)
+        groups = _sharing_frames(buckets)
         frames = [len(group) + min(spare_frames, len(group)) for group in groups]
         self.words = _align(_PREFIX.size + len(self.body), _LINE)
         self.word_count = len(buckets) + sum(frames)
@@ -156,6 +159,8 @@ class Arena:
         self._bytes = torch.from_file(str(path), shared=True, size=self.nbytes, dtype=torch.uint8)
         self._pending: dict[int, int] = {}
         self._free: dict[int, list[int]] = {}
+        self._registration: Registration | None = None
+        self._failure: BaseException | None = None
         # Closed with the arena even if nobody calls close(): the lock must go with the mapping.
         weakref.finalize(self, file.close)
 
@@ -218,8 +223,17 @@ class Arena:
             file.close()
             raise
 
+    def register(self, *, cudart: Any = None) -> None:
+        """Make the mapping known to CUDA until it is closed; raises as `Registration` does."""
+        assert self._registration is None, f"{self.path} is registered already"
+        self._registration = Registration(self._bytes, name=str(self.path), cudart=cudart)
+        # A process that ends gives all back, maybe after CUDA has gone.
+        weakref.finalize(self, self._registration.close).atexit = False
+
     def close(self) -> None:
         """Give up the mapping. Views that are still held keep their memory mapped."""
+        if self._registration is not None:
+            self._registration.close()
         if not self._file.closed:
             self._words.release()
             self._header.close()
@@ -322,15 +336,28 @@ class Arena:
         deadline = time.monotonic() + timeout_s
         pause, longest = _POLL_S
         while (held := self.version(i)) < version:
+            if self._failure is not None:
+                raise self._failure
             if time.monotonic() >= deadline:
                 raise WaitTimeout(
                     f"bucket {i} of optimizer actor {self._bucket[i].actor} did not reach version "
                     f"{version} within {timeout_s:g} s, it holds {held} ({self.path}); "
-                    "if the actor lives it is too slow: raise cluster.cpus_per_optimizer or "
-                    "cluster.step_timeout_s"
+                    f"if {self._updater(i)} or cluster.step_timeout_s"
                 )
             time.sleep(pause)
             pause = min(2 * pause, longest)
+
+    def fail(self, error: BaseException) -> None:
+        """Let all that wait for versions in this process end with `error`: nobody updates on."""
+        self._failure = error
+
+    def _updater(self, i: int) -> str:
+        if self._bucket[i].updater is None:
+            return "the actor lives it is too slow: raise cluster.cpus_per_optimizer"
+        return (
+            f"worker {self._bucket[i].rank}, which updates it, lives it is too slow: raise "
+            "memory.optimizer.slots"
+        )
 
     def read_weights(self, i: int, version: int, offset: int, out: Tensor) -> None:
         """Copy elements [offset, offset + len(out)) of the weights of `version` into `out`.
@@ -349,7 +376,7 @@ class Arena:
             )
 
     def _free_frames(self, size_class: _SizeClass) -> list[int]:
-        # Found once and then kept: the updating process is the only one that moves pointers.
+        # Found once and then kept: only the updater of these buckets moves their pointers.
         if size_class.first_frame not in self._free:
             frames = range(size_class.first_frame, size_class.first_frame + size_class.frames)
             taken = {self._current(bucket.index)[1] for bucket in size_class.buckets}
@@ -398,6 +425,14 @@ def _is_ours(path: Path, prefix: bytes, kept: set[bytes]) -> bool:
     if path.name.endswith(_MAKING):
         return True  # its maker died before the header was written
     return prefix[:8] == _MAGIC and prefix[-_RUN_BYTES:] not in kept
+
+
+def _sharing_frames(buckets: Sequence[Bucket]) -> list[tuple[Bucket, ...]]:
+    """Groups of buckets, in each of one updater and of like sizes."""
+    of_updater: dict[int | None, list[Bucket]] = {}
+    for bucket in buckets:
+        of_updater.setdefault(bucket.updater, []).append(bucket)
+    return [group for own in of_updater.values() for group in _by_size(own)]
 
 
 def _by_size(buckets: Sequence[Bucket]) -> list[tuple[Bucket, ...]]:

@@ -54,7 +54,9 @@ class Bucket:
     """Ranges that lie one after the other in each of the bucket's arrays.
 
     Worker `rank` writes its gradients and fetches its weights, actor `actor` owns its arena.
-    `index` counts all buckets of the run in the order in which the next forward needs them.
+    `index` counts all buckets of the run in the order in which the next forward needs them. One
+    side alone updates it for the whole run: its actor where `update_on` is "host", its worker where
+    it is "device".
     """
 
     index: int
@@ -64,6 +66,12 @@ class Bucket:
     dtype: str
     decay: bool
     rule: str
+    update_on: str = "host"
+
+    @property
+    def updater(self) -> int | None:
+        """The rank of the worker that updates it; None for its actor."""
+        return self.rank if self.update_on == "device" else None
 
     @property
     def size(self) -> int:
