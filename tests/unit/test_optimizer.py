@@ -481,6 +481,32 @@ def test_stand_alone_bf16_parameters_are_the_rounding_of_fp32_masters():
         assert not torch.equal(master, p.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("update_on", ["device", "auto"])
+def test_stand_alone_where_it_updates_does_not_change_a_bit(dtype, update_on):
+    nets = [model(dtype), model(dtype)]
+    for net, where in zip(nets, ("host", update_on), strict=True):
+        optimizer = OffloadStreamAdamW(groups(net), lr=1e-2, bucket_parameters=30, update_on=where)
+        train(net, optimizer, range(3))
+        next(net.parameters()).grad = torch.full((20, 6), math.inf, dtype=dtype)
+        optimizer.step()
+        net[3].weight.data = net[3].weight.data.clone()  # to be found where it is now
+        train(net, optimizer, range(3, 6))
+        assert optimizer.skipped_steps == 1
+    assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
+
+
+def test_stand_alone_a_parameter_that_is_not_contiguous_is_refreshed_from_a_device_update():
+    turned = torch.nn.Parameter(seeded(1, 12).view(3, 4).t())
+    plain = torch.nn.Parameter(turned.detach().clone())
+    optimizer = OffloadStreamAdamW([turned], lr=0.1, bucket_parameters=5, update_on="device")
+    for p in (turned, plain):
+        (p * seeded(2, 12).view(4, 3)).sum().backward()
+    optimizer.step()
+    torch.optim.AdamW([plain], lr=0.1).step()
+    assert torch.equal(turned, plain)
+
+
 def test_stand_alone_loaded_parameters_are_not_undone_by_the_next_step():
     net = model()
     optimizer = OffloadStreamAdamW(net.parameters(), lr=0.0)
@@ -623,8 +649,8 @@ def test_stand_alone_a_forgotten_optimizer_lets_go_of_the_parameters():
 
 def test_stand_alone_what_is_not_supported_is_said():
     net = model()
-    with pytest.raises(InputError, match=r"update_on: device is not supported.*host"):
-        OffloadStreamAdamW(net.parameters(), update_on="device")
+    with pytest.raises(InputError, match=r"update_on: gpu is not known; use one of host, device"):
+        OffloadStreamAdamW(net.parameters(), update_on="gpu")
     optimizer = OffloadStreamAdamW(net.parameters())
     with pytest.raises(InputError, match="to the constructor"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})

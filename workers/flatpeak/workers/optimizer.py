@@ -11,7 +11,7 @@ import secrets
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,11 @@ from torch import Tensor
 from flatpeak.kernels.adamw import Coefficients, adamw
 from flatpeak.workers.arena import SUFFIX, Arena, Frame, remove_stale
 from flatpeak.workers.buckets import Bucket, BucketIndex, Range, Shard, cut_buckets
+from flatpeak.workers.device_update import DeviceUpdate, Slots, Target, streams_of
 from flatpeak.workers.errors import CheckpointError, InputError, RunFailed
 from flatpeak.workers.gradients import GradientStream, clipping_factor, global_norm
+from flatpeak.workers.update_rates import measure_device_rates, measure_host_rate
+from flatpeak.workers.update_split import UPDATE_ON, assign_updates, split_updates
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class OptimizerCore:
         self.arena, self.settings, self.counters = arena, settings, Counters()
         chosen = arena.buckets if buckets is None else buckets
         self.buckets = sorted(chosen, key=lambda bucket: bucket.index)
+        self._updated = [bucket for bucket in self.buckets if bucket.updater is None]
         self._index = BucketIndex(self.buckets)
 
     @property
@@ -165,16 +169,17 @@ class OptimizerCore:
             self.arena.advance(bucket.index, step, updates=step if updates is None else updates)
 
     def update(self, step: int, *, lr: float, clip_factor: float | None) -> None:
-        """Bring all buckets to version `step`, in the order in which the next forward needs them.
+        """Bring buckets to version `step`, in the order in which the next forward needs them.
 
-        Without a finite `clip_factor` the step is skipped: state stays to the bit, and only
-        versions move on, so that waiting workers do. Raises `RunFailed` for a step that is not the
-        next; one that was cut off by this process' predecessor is finished, bucket by bucket.
+        All that are updated on the host: workers do the others. Without a finite `clip_factor` the
+        step is skipped: state stays to the bit, and only versions move on, so that waiting workers
+        do. Raises `RunFailed` for a step that is not the next; one that was cut off by this
+        process' predecessor is finished, bucket by bucket.
         """
         self._check_next(step)
         factor = clip_factor if clip_factor is not None and math.isfinite(clip_factor) else None
         start = time.perf_counter()
-        for bucket in self.buckets:
+        for bucket in self._updated:
             if self.arena.version(bucket.index) == step:
                 continue  # updated before this process took over
             if factor is None:
@@ -184,6 +189,11 @@ class OptimizerCore:
         self.counters.update_s += time.perf_counter() - start
         self.counters.updated_steps += factor is not None
         self.counters.skipped_steps += factor is None
+
+    def wait_for_workers(self, step: int, *, timeout_s: float) -> None:
+        """Return when `step` is committed: all buckets have it. Raises `WaitTimeout`."""
+        for bucket in self.buckets:
+            self.arena.wait_version(bucket.index, step, timeout_s=timeout_s)
 
     def _update_bucket(self, bucket: Bucket, step: int, lr: float, clip_factor: float) -> None:
         update_bucket(
@@ -198,9 +208,9 @@ class OptimizerCore:
         self.counters.updated_parameters += bucket.size
 
     def _check_next(self, step: int) -> None:
-        committed = self.step
-        if not self.buckets:
+        if not self._updated:
             return
+        committed = min(self.arena.version(bucket.index) for bucket in self._updated)
         if committed < 0:
             raise RunFailed(f"step {step} was asked of {self.arena.path} before it was loaded")
         if step != committed + 1:
@@ -224,6 +234,11 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
 
     `arena` is the file to use (ending in .arena), or None for a nameless one in /dev/shm. `slots`
     is the number of spare frames of `bucket_parameters` elements that updates are written to.
+
+    Updates run on the host, or where the parameters are with `update_on` "device": `slots` buckets
+    pass through it at once, 18 bytes a parameter of them. "auto" divides the buckets by measured
+    rates so that both sides finish together; on a CPU it is "host". The state lies in the arena
+    either way, and nothing else changes; the result too stays to the bit on a CPU.
     """
 
     def __init__(
@@ -239,9 +254,9 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         slots: int = 2,
         update_on: str = "host",
     ) -> None:
-        if update_on != "host":
+        if update_on not in UPDATE_ON:
             raise InputError(
-                f"update_on: {update_on} is not supported; set memory.optimizer.update_on to host"
+                f"update_on: {update_on} is not known; use one of {', '.join(UPDATE_ON)}"
             )
         self._held: dict[Tensor, Range] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -257,12 +272,16 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         buckets = cut_buckets(
             shards, bucket_parameters=bucket_parameters, actors_of_rank=lambda rank: [0]
         )
+        device = self._device()
+        buckets = _divided(buckets, update_on, device, slots)
         self._arena = _open_arena(arena, buckets, slots)
         self._stream = GradientStream(buckets, {0: self._arena})
         self._cores = [
             OptimizerCore(self._arena, AdamW(), buckets=[b for b in buckets if b.rank == number])
             for number in range(len(self.param_groups))
         ]
+        self._on_device = self._device_updates(buckets, device, slots)
+        self._on_host = {r.name for b in buckets if b.updater is None for r in b.ranges}
         self._follow_parameters()
         self._version = 0
         for core in self._cores:
@@ -301,11 +320,18 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         self._follow_parameters()
         self._version += 1
         factor = clipping_factor(norm, clip)
-        for core, options in zip(self._cores, self.param_groups, strict=True):
+        targets = self._targets() if self._on_device else {}
+        for number, (core, options) in enumerate(zip(self._cores, self.param_groups, strict=True)):
             core.settings = AdamW(tuple(options["betas"]), options["eps"], options["weight_decay"])
+            beside = self._on_device.get(number)
+            if beside is not None:
+                beside.settings, beside.targets = core.settings, targets
+                beside.start(self._version, lr=float(options["lr"]), clip_factor=factor)
             core.update(self._version, lr=float(options["lr"]), clip_factor=factor)
+            if beside is not None:
+                beside.join()
         if factor is not None:
-            self._refresh_parameters()
+            self._refresh_parameters(done=targets.keys() - self._on_host)
         self.zero_grad()
         return norm
 
@@ -372,8 +398,51 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
                 if not core.holds(self._held[p], weights):
                     core.load(self._held[p], weights)
 
-    def _refresh_parameters(self) -> None:
+    def _device(self) -> torch.device:
+        """Where the parameters are."""
+        devices = {_local(p).device for p in self._held}
+        if len(devices) > 1:
+            raise InputError(
+                f"the parameters are on {', '.join(sorted(map(str, devices)))}; "
+                "give each device an optimizer of its own"
+            )
+        return next(iter(devices), torch.device("cpu"))
+
+    def _device_updates(
+        self, buckets: Sequence[Bucket], device: torch.device, count: int
+    ) -> dict[int, DeviceUpdate]:
+        """Of each group that has buckets on the device."""
+        own = [bucket for bucket in buckets if bucket.updater is not None]
+        if not own:
+            return {}
+        if device.type == "cuda":
+            self._arena.register()
+        slots = Slots(count, max(bucket.size for bucket in own), device)
+        streams = streams_of(device)
+        return {
+            number: DeviceUpdate(
+                [bucket for bucket in own if bucket.rank == number],
+                {0: self._arena},
+                AdamW(),
+                slots=slots,
+                streams=streams,
+            )
+            for number in sorted({bucket.rank for bucket in own})
+        }
+
+    def _targets(self) -> dict[str, Target]:
+        """The parameters that an update can refresh in place: those that lie in one run."""
+        flat = {held.name: (_local(p), _local(p).reshape(-1)) for p, held in self._held.items()}
+        return {
+            name: Target(0, run)
+            for name, (weights, run) in flat.items()
+            if run.data_ptr() == weights.data_ptr()
+        }
+
+    def _refresh_parameters(self, *, done: Container[str]) -> None:
         for p, held in self._held.items():
+            if held.name in done:
+                continue
             weights = _local(p)
             flat = weights.reshape(-1)
             self._stream.fetch(held.name, 0, flat, version=self._version, timeout_s=0.0)
@@ -401,6 +470,19 @@ def _taker(optimizer: weakref.ref[OffloadStreamAdamW]) -> Callable[[Tensor], Non
             living._take_gradient(p)
 
     return take
+
+
+def _divided(
+    buckets: tuple[Bucket, ...], update_on: str, device: torch.device, slots: int
+) -> tuple[Bucket, ...]:
+    # Each process may decide for itself: nobody else writes to its arena.
+    if update_on == "device":
+        return assign_updates(buckets, {bucket.index for bucket in buckets})
+    if update_on == "host" or device.type == "cpu":
+        return buckets
+    rates, host = measure_device_rates(device), measure_host_rate()
+    split = split_updates(buckets, rates, host_parameters_per_s=host, slots=slots)
+    return assign_updates(buckets, split.on_device)
 
 
 def _open_arena(path: str | Path | None, buckets: Sequence[Bucket], slots: int) -> Arena:
