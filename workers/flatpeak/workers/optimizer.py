@@ -45,10 +45,10 @@ def update_bucket(
 ) -> None:
     """Write the bucket's next version from its gradient region and flip to it as version `step`.
 
-    Rule "adamw" is `torch.optim.AdamW`, operation for operation in fp32, so equal to it to the
-    bit. The number of updates, not the step, enters the bias correction, since a skipped step
-    leaves the moments alone. Decay applies to buckets that say so. Rule "bias" is
-    `master -= lr_bias * gradient`: neither moments nor clipping nor decay.
+    Rule "adamw" is `torch.optim.AdamW`, see `flatpeak.kernels.adamw`. The number of updates, not
+    the step, enters the bias correction, since a skipped step leaves the moments alone. Decay
+    applies to buckets that say so. Rule "bias" is `master -= lr_bias * gradient`: neither moments
+    nor clipping nor decay.
 
     Gradients and the current frame are only read: an update cut off half-way can be done again.
     """
@@ -223,10 +223,10 @@ class OptimizerCore:
 class OffloadStreamAdamW(torch.optim.Optimizer):
     """AdamW with masters, moments and gradients in an arena, for any torch script; no Ray.
 
-    Equal to `torch.optim.AdamW` to the bit for fp32 parameters; bf16 ones get fp32 masters. Takes
-    parameters, (name, parameter) pairs or groups as torch's optimizers do, and learning rate
-    schedulers work on it. Of sharded parameters (DTensor) it handles the local part. Parameters
-    that need no gradient when it is made are left alone.
+    For fp32 parameters it computes what `torch.optim.AdamW` does with `fused=True`; bf16 ones get
+    fp32 masters. Takes parameters, (name, parameter) pairs or groups as torch's optimizers do, and
+    learning rate schedulers work on it. Of sharded parameters (DTensor) it handles the local part.
+    Parameters that need no gradient when it is made are left alone.
 
     Each gradient moves to the arena as soon as backward has accumulated it, and `.grad` is freed;
     several backward passes add up in fp32, `zero_grad` drops them, and `step` therefore clips

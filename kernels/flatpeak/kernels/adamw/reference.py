@@ -68,8 +68,10 @@ def adamw(
 ) -> None:
     """Write the state after one update, and the rounded masters into `weights` if there are any.
 
-    State is fp32, the gradient fp32 or bf16, the weights too. The operations are those of
-    `torch.optim.AdamW`, each in fp32, so the masters equal its parameters to the bit.
+    State is fp32, the gradient fp32 or bf16, the weights bf16. The operations are those of
+    `torch.optim.AdamW`, each in fp32. On the host the bits are those of its `fused=True`, which
+    rounds the last elements of a tensor of odd size otherwise; without `fused`, torch may take
+    roots from a library that does not round all of them to the nearest.
     """
     c = coefficients
     block = _BLOCK * torch.get_num_threads()
@@ -77,14 +79,17 @@ def adamw(
     rounded = repeat(None) if weights is None else weights.split(block)
     # One scratch for all blocks: fresh ones cost more in page faults than the arithmetic.
     scratch = torch.empty(2, min(block, len(master)), device=master.device)
+    roots = torch.empty(min(block, len(master)), device=master.device, dtype=torch.float64)
     blocks = (array.split(block) for array in arrays)
     for p, m, v, g, new_p, new_m, new_v, out in zip(*blocks, rounded, strict=False):
         scaled, denominator = scratch[:, : len(g)]
+        root = roots[: len(g)]
         g = scaled.copy_(g).mul_(c.clip_factor)
         torch.mul(p, c.keep, out=new_p)
         torch.lerp(m, g, 1 - c.beta1, out=new_m)
         torch.mul(v, c.beta2, out=new_v).addcmul_(g, g, value=1 - c.beta2)
-        torch.sqrt(new_v, out=denominator).div_(c.correction).add_(c.eps)
+        # A root in fp64 is the nearest in fp32 once rounded, whatever its own last bit.
+        denominator.copy_(root.copy_(new_v).sqrt_()).div_(c.correction).add_(c.eps)
         new_p.addcdiv_(new_m, denominator, value=-c.step_size)
         if out is not None:
             out.copy_(new_p)
