@@ -26,6 +26,7 @@ from flatpeak.workers.optimizer import OptimizerCore, clipping_factor
 from flatpeak.workers.plain import PlainTrainer, plain_model
 from flatpeak.workers.settings import adamw_of, samples_of
 from flatpeak.workers.trainer import SlabRegion, StepResult, Trainer
+from flatpeak.workers.update_split import assign_updates
 from flatpeak.workers.weights import open_weights
 from ranks import run_ranks
 from tiny_models import tiny_content
@@ -187,6 +188,8 @@ class LocalRun:
             bucket_parameters=spec.memory.optimizer.bucket_parameters,
             actors_of_rank=lambda rank: [0],
         )
+        if spec.memory.optimizer.update_on == "device":
+            buckets = assign_updates(buckets, range(len(buckets)))
         slabs = [nbytes for _, nbytes in shards]
         path = str(Path(folder) / "local.arena")
         self.core = _make_core(spec, path, buckets, sum(slabs), after) if rank == 0 else None
@@ -205,9 +208,21 @@ class LocalRun:
         self.outcome.results.append(result)
         dist.barrier()
         if self.core is not None:
-            _update(self.core, self.spec, self.outcome)
+            _keep_gradients(self.core, self.outcome)
+        dist.barrier()
+        self._update(result)
         dist.barrier()
         return result
+
+    def _update(self, result: StepResult) -> None:
+        train, factor = self.spec.train, None
+        if result.usable:
+            factor = clipping_factor(result.grad_norm, train.max_grad_norm)
+        rate = lr(result.step, train=train)
+        self.trainer.update(result.step, lr=rate, clip_factor=factor)
+        if self.core is not None:
+            self.core.update(result.step, lr=rate, clip_factor=factor)
+            self.core.wait_for_workers(result.step, timeout_s=60)
 
     def close(self) -> Outcome:
         if self.core is not None:
@@ -240,14 +255,9 @@ def _make_core(
     return core
 
 
-def _update(core: OptimizerCore, spec: Spec, outcome: Outcome) -> None:
-    result = outcome.results[-1]
+def _keep_gradients(core: OptimizerCore, outcome: Outcome) -> None:
     outcome.last_gradients = _whole(core, "gradient")
     outcome.gradients = outcome.gradients or outcome.last_gradients
-    factor = None
-    if result.usable:
-        factor = clipping_factor(result.grad_norm, spec.train.max_grad_norm)
-    core.update(result.step, lr=lr(result.step, train=spec.train), clip_factor=factor)
 
 
 def _whole(core: OptimizerCore, what: str) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from flatpeak.workers.snapshot import (
     snapshot_folder,
 )
 from flatpeak.workers.trainer import SlabRegion, StepResult
+from flatpeak.workers.update_split import DeviceRates, assign_updates, split_updates
 
 _GRACE_S = 60.0
 _CLOSE_S = 5.0
@@ -83,6 +84,7 @@ class Controller:
         self._committed = 0
         self._saved = 0
         self._sizes: dict[str, int] = {}
+        self._on_device = False  # whether workers update buckets
         self._snapshot: tuple[int, dict[str, Any]] | None = None
         self._results: dict[str, StepResult] = {}
 
@@ -135,6 +137,7 @@ class Controller:
             bucket_parameters=spec.memory.optimizer.bucket_parameters,
             actors_of_rank=lambda rank: actors_beside(self._workers[rank], self._optimizers),
         )
+        buckets = yield from self._divide_updates(buckets, device)
         regions = slab_regions(
             [slabs[worker.name] for worker in self._workers], self._workers, self._optimizers
         )
@@ -142,9 +145,39 @@ class Controller:
         parameters = sum(bucket.size for bucket in buckets)
         yield event("started", parameters=parameters, buckets=len(buckets), step=self._committed)
 
+    def _divide_updates(
+        self, buckets: tuple[Bucket, ...], device: str
+    ) -> Generator[Event, None, tuple[Bucket, ...]]:
+        """Says of each bucket for the whole run whether its actor or its worker updates it."""
+        section = self.spec.memory.optimizer
+        if section.update_on == "device":
+            return assign_updates(buckets, range(len(buckets)))
+        if section.update_on == "host" or device == "cpu":
+            return buckets
+        # Decided here for all: in an arena each side has the frames of its buckets, and no other.
+        found = self._ask(self._workers, "measuring the links", "update_rates")
+        rates = DeviceRates.slowest(found.values())
+        host = self._ask(self._optimizers, "measuring the optimizers", "update_rate")
+        on_device: set[int] = set()
+        for rank, worker in enumerate(self._workers):
+            beside = actors_beside(worker, self._optimizers)
+            served = sum(other.node == worker.node for other in self._workers)
+            own = [bucket for bucket in buckets if bucket.rank == rank]
+            split = split_updates(
+                own,
+                rates,
+                host_parameters_per_s=sum(host[self._optimizers[a].name] for a in beside) / served,
+                slots=section.slots,
+            )
+            on_device |= split.on_device
+            text = split.described(own, rates, section.slots)
+            yield event("updates_divided", worker=worker.name, text=text)
+        return assign_updates(buckets, on_device)
+
     def _fill_arenas(
         self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]
     ) -> Iterator[Event]:
+        self._on_device = any(bucket.updater is not None for bucket in buckets)
         self._sizes = parameter_sizes(held for bucket in buckets for held in bucket.ranges)
         snapshot = snapshot_to_resume(self.spec, self.folder)
         if snapshot is not None:
@@ -216,10 +249,11 @@ class Controller:
         factor = None
         if result.usable:
             factor = clipping_factor(result.grad_norm, self.spec.train.max_grad_norm)
-        return {
-            actor.name: actor.handle.update.remote(result.step, rate, factor)
-            for actor in self._optimizers
-        }
+        # In this order: the actors' answer says that the workers' updates are done as well.
+        workers = self._workers if self._on_device else []
+        asked = [(f"the update on {worker.name}", worker) for worker in workers]
+        asked += [(actor.name, actor) for actor in self._optimizers]
+        return {who: at.handle.update.remote(result.step, rate, factor) for who, at in asked}
 
     def _record(self, results: list[StepResult], rate: float, seconds: float) -> StepRecord:
         first = results[0]

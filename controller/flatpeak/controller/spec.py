@@ -202,9 +202,9 @@ class OptimizerSpec(Section):
     bucket_parameters: Count = 4_194_304
     """Parameters a bucket (beta); fewer lowers staging, more amortises each transfer."""
     slots: Count = 2
-    """Spare frames of an arena; more lets more buckets be written at once, 12 B a parameter."""
-    update_on: Literal["host"] = "host"
-    """Where AdamW runs; host means in the optimizer actors."""
+    """Spare frames, and buckets on the device at once (18 B a parameter); more overlaps more."""
+    update_on: Literal["host", "device", "auto"] = "host"
+    """AdamW in the optimizer actors, on the workers' devices, or on both by measured rates."""
 
 
 class MemorySpec(Section):

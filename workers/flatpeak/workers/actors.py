@@ -24,6 +24,8 @@ from flatpeak.workers.optimizer import OptimizerCore
 from flatpeak.workers.settings import adamw_of
 from flatpeak.workers.snapshot import SnapshotPart, SnapshotReader, restore, write_snapshot_part
 from flatpeak.workers.trainer import SlabRegion, StepResult, Trainer
+from flatpeak.workers.update_rates import measure_device_rates, measure_host_rate
+from flatpeak.workers.update_split import DeviceRates
 from flatpeak.workers.weights import open_weights
 
 if TYPE_CHECKING:
@@ -114,6 +116,10 @@ class TrainWorker:
     def slab_bytes(self) -> int:
         return self._trainer.slab_bytes()
 
+    def update_rates(self) -> DeviceRates:
+        """Of this rank's device and link, while all ranks measure theirs."""
+        return measure_device_rates(self._device)
+
     def attach(self, buckets: tuple[Bucket, ...], arenas: dict[int, str], slab: SlabRegion) -> None:
         self._trainer.attach(buckets, arenas, slab)
 
@@ -125,6 +131,10 @@ class TrainWorker:
             raise
         log.info("step %d: %.3f s, peaks %s", step, result.seconds, result.peaks)
         return result
+
+    def update(self, step: int, lr: float, clip_factor: float | None) -> None:
+        """Begins to update what this worker updates; what it raises, the next step raises."""
+        self._trainer.update(step, lr=lr, clip_factor=clip_factor)
 
 
 class OptimizerActor:
@@ -168,8 +178,14 @@ class OptimizerActor:
         assert self._core is not None, "create() comes first"
         return self._core
 
+    def update_rate(self) -> float:
+        """Parameters a second, while all actors measure theirs."""
+        return measure_host_rate()
+
     def update(self, step: int, lr: float, clip_factor: float | None) -> None:
+        """Returns when `step` is committed: also by the workers that update buckets themselves."""
         self.core.update(step, lr=lr, clip_factor=clip_factor)
+        self.core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
 
     def snapshot(self, folder: str, step: int) -> SnapshotPart:
         return write_snapshot_part(folder, self.core.arena, actor=self._index, step=step)

@@ -99,6 +99,8 @@ class Slots:
 
     def __init__(self, count: int, elements: int, device: torch.device) -> None:
         assert count >= 1, f"{count} slots"
+        # All arrays start at multiples of 64 bytes: loads are wide where the kernel finds them so.
+        elements = -(-elements // 32) * 32
         self.state = torch.empty(count, 4, elements, device=device)
         self.weights = torch.empty(count, elements, dtype=torch.bfloat16, device=device)
         self.free = list(range(count))

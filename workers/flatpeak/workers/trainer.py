@@ -7,6 +7,7 @@ controller drives it; every rank calls the same methods in the same order.
 import math
 import time
 import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,6 +24,7 @@ from flatpeak.workers.batches import Microbatch, SampleSource, read_step
 from flatpeak.workers.boundaries import CheckpointOffload, slab_bytes
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.checkpoint import build_meta_model, load_config
+from flatpeak.workers.device_update import DeviceUpdate, Slots, Target, streams_of
 from flatpeak.workers.dispatch import DispatchReport
 from flatpeak.workers.gradients import GradientStream, global_norm
 from flatpeak.workers.memory import PeakMeter
@@ -30,7 +32,7 @@ from flatpeak.workers.model import LocalParameter, ShardedModel, shard_model
 from flatpeak.workers.parallel import Layout, make_groups
 from flatpeak.workers.partition import parts
 from flatpeak.workers.routers import auxiliary_coefficient, watch_routers
-from flatpeak.workers.settings import dispatch_of, samples_of, tokens_of
+from flatpeak.workers.settings import adamw_of, dispatch_of, samples_of, tokens_of
 
 if TYPE_CHECKING:
     from flatpeak.controller.spec import Spec
@@ -78,6 +80,7 @@ class Trainer:
         self._offload: CheckpointOffload
         self._accumulate, self._final = False, True
         self._reduced: Tensor | None = None
+        self._device_update: DeviceUpdate | None = None
         self._meter = PeakMeter(device=device) if spec.metrics.peaks else None
 
     def build(self) -> tuple[Shard, ...]:
@@ -137,7 +140,11 @@ class Trainer:
             for actor, path in arenas.items()
             if actor in actors
         }
+        if self.device.type == "cuda":
+            for arena in mapped.values():
+                arena.register()
         self._stream = GradientStream(own, mapped)
+        self._device_update = self._make_device_update(own, mapped)
         region = mapped[slab.actor].slab()[slab.offset : slab.offset + slab.nbytes]
         self._offload = CheckpointOffload(region, host_budget=slab.nbytes)
         self.sharded.model._set_gradient_checkpointing(
@@ -146,6 +153,34 @@ class Trainer:
         if self._meter is not None:
             for parameter in self.sharded.parameters:
                 self._meter.track(parameter.tensor, "weights")
+
+    def _make_device_update(
+        self, own: Sequence[Bucket], arenas: Mapping[int, Arena]
+    ) -> DeviceUpdate | None:
+        buckets = [bucket for bucket in own if bucket.updater is not None]
+        if not buckets:
+            return None
+        count, largest = self.spec.memory.optimizer.slots, max(b.size for b in buckets)
+        slots = Slots(count, largest, self.device)
+        if self._meter is not None:
+            for staging in (slots.state, slots.weights):
+                self._meter.track(staging, "optimizer")
+        return DeviceUpdate(
+            buckets,
+            arenas,
+            adamw_of(self.spec),
+            slots=slots,
+            streams=streams_of(self.device),
+            targets={p.name: Target(p.start, p.flat) for p in self.sharded.parameters},
+        )
+
+    def update(self, step: int, *, lr: float, clip_factor: float | None) -> None:
+        """Begins to apply `step` to what is updated on this rank's device, and returns at once.
+
+        The next step waits for each weight, and raises what the update raised.
+        """
+        if self._device_update is not None:
+            self._device_update.start(step, lr=lr, clip_factor=clip_factor)
 
     def step(self, step: int) -> StepResult:
         """Forward and backward of `step` (from 1) on the weights that step - 1 left.
