@@ -61,7 +61,7 @@ class Rig:
             self.buckets,
             {0: self.arena},
             SETTINGS,
-            slots=Slots(slots, max(b.size for b in self.buckets), self.device),
+            slots=Slots(slots, self.buckets, self.device),
             streams=streams_of(self.device),
             targets={"p": Target(0, self.weights)},
         )

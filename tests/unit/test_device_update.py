@@ -107,7 +107,7 @@ class Rig:
             name: Target(start, torch.full((stop - start,), math.nan, dtype=getattr(torch, dtype)))
             for name, (start, stop) in STARTS.items()
         }
-        self.slots = Slots(slots, max(b.size for b in self.buckets), CPU)
+        self.slots = Slots(slots, self.buckets, CPU)
         if where == "device":
             self.device = DeviceUpdate(
                 self.buckets,
@@ -266,7 +266,7 @@ def test_half_a_step_is_finished_by_a_replacement(tmp_path):
 
     def updater(streams):
         arenas = {actor: Arena.attach(a.path, run="r") for actor, a in rig.arenas.items()}
-        slots = Slots(2, 100, CPU)
+        slots = Slots(2, rig.buckets, CPU)
         return DeviceUpdate(rig.buckets, arenas, SETTINGS, slots=slots, streams=streams)
 
     with pytest.raises(KeyboardInterrupt):
@@ -312,7 +312,7 @@ def test_host_and_device_share_an_arena_and_a_step(tmp_path):
     assert core.step == 0
     with Arena.attach(path, run="r") as workers:
         own = [b for b in sides if b.updater == 0]
-        slots = Slots(1, 100, CPU)
+        slots = Slots(1, own, CPU)
         device = DeviceUpdate(own, {0: workers}, SETTINGS, slots=slots, streams=Synchronous())
         device.start(1, lr=1e-2, clip_factor=0.5)
         core.wait_for_workers(1, timeout_s=10)

@@ -1,15 +1,19 @@
 """Dividing buckets between device and host, and the rates that decide it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flatpeak.controller.controller import Controller
+from flatpeak.controller.placement import Placed
 from flatpeak.workers.buckets import Bucket, Range
 from flatpeak.workers.update_rates import measure_device_rates, measure_host_rate
 from flatpeak.workers.update_split import DeviceRates, Stages, assign_updates, split_updates
+from local_run import tiny_spec
 
 MILLION = 10**6
 
@@ -102,6 +106,62 @@ def test_balancing_biases_stay_on_the_host():
     assert split_updates(own, LINK, host_parameters_per_s=1.0, slots=2).on_device == {0, 1}
     assert [b.update_on for b in assign_updates(own, range(3))] == ["device", "device", "host"]
     assert [b.update_on for b in assign_updates(own, {1})] == ["host", "device", "host"]
+
+
+class Measured(Controller):
+    """Whose processes have measured: ranks 0 and 1 on one node with two actors, 2 on another."""
+
+    def __init__(self, spec):
+        self.spec, self.asked = spec, []
+        nodes = {"worker": "aab", "optimizer": "aab"}
+        self._workers, self._optimizers = (
+            [Placed(f"{name} {n}", None, node) for n, node in enumerate(on)]
+            for name, on in nodes.items()
+        )
+
+    def _ask(self, actors, what, method, *args):
+        self.asked.append(method)
+        links = [LINK, DeviceRates(25e9, 50e9, 1e11), LINK]
+        found = {"update_rates": links, "update_rate": [1e9, 2e9, 1e7]}[method]
+        return {actor.name: rate for actor, rate in zip(actors, found, strict=True)}
+
+
+def divided(update_on, device):
+    spec = tiny_spec({"model_type": "qwen3_moe"}, memory={"optimizer": {"update_on": update_on}})
+    controller = Measured(spec)
+    of_ranks = [
+        replace(bucket, index=10 * rank + bucket.index, rank=rank)
+        for rank in range(3)
+        for bucket in buckets(10)
+    ]
+    deciding, events = controller._divide_updates(tuple(of_ranks), device), []
+    while True:
+        try:
+            events.append(next(deciding))
+        except StopIteration as end:
+            return controller.asked, events, end.value
+
+
+def test_the_controller_decides_for_all_ranks_from_the_slowest_link():
+    asked, events, found = divided("auto", "cuda")
+    assert asked == ["update_rates", "update_rate"]
+    there = [sum(b.updater == rank for b in found) for rank in range(3)]
+    slowest = DeviceRates(25e9, 50e9, 1e11)
+    # Two actors serve two ranks with 1.5e9 each, the third has one of 1e7.
+    wanted = split_updates(buckets(10), slowest, host_parameters_per_s=1.5e9, slots=2).on_device
+    assert there == [len(wanted), len(wanted), 10]
+    assert 0 < len(wanted) < 10
+    assert [event.detail["worker"] for event in events] == ["worker 0", "worker 1", "worker 2"]
+    assert events[2].detail["text"].startswith("10 of 10 buckets are updated on the device")
+
+
+@pytest.mark.parametrize(
+    ("update_on", "device", "side"),
+    [("host", "cuda", "host"), ("auto", "cpu", "host"), ("device", "cpu", "device")],
+)
+def test_without_a_choice_nothing_is_measured(update_on, device, side):
+    asked, events, found = divided(update_on, device)
+    assert (asked, events, {b.update_on for b in found}) == ([], [], {side})
 
 
 def test_measured_rates_are_those_of_this_machine():

@@ -92,17 +92,18 @@ class CudaStreams:
 
 
 class Slots:
-    """Device memory for as many buckets of at most `elements` as are under way at once.
+    """Device memory for `count` of these buckets at once, each as large as the largest.
 
-    Of each 16 bytes an element, and 2 more where weights are bf16.
+    A slot has 16 bytes an element, and 2 more where any weights are bf16.
     """
 
-    def __init__(self, count: int, elements: int, device: torch.device) -> None:
+    def __init__(self, count: int, buckets: Sequence[Bucket], device: torch.device) -> None:
         assert count >= 1, f"{count} slots"
         # All arrays start at multiples of 64 bytes: loads are wide where the kernel finds them so.
-        elements = -(-elements // 32) * 32
+        elements = -(-max(bucket.size for bucket in buckets) // 32) * 32
+        low = any(bucket.dtype != "float32" for bucket in buckets)
         self.state = torch.empty(count, 4, elements, device=device)
-        self.weights = torch.empty(count, elements, dtype=torch.bfloat16, device=device)
+        self.weights = torch.empty(count, low * elements, dtype=torch.bfloat16, device=device)
         self.free = list(range(count))
 
     def frame(self, number: int, bucket: Bucket) -> Frame:

@@ -417,7 +417,7 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
             return {}
         if device.type == "cuda":
             self._arena.register()
-        slots = Slots(count, max(bucket.size for bucket in own), device)
+        slots = Slots(count, own, device)
         streams = streams_of(device)
         return {
             number: DeviceUpdate(

@@ -160,8 +160,7 @@ class Trainer:
         buckets = [bucket for bucket in own if bucket.updater is not None]
         if not buckets:
             return None
-        count, largest = self.spec.memory.optimizer.slots, max(b.size for b in buckets)
-        slots = Slots(count, largest, self.device)
+        slots = Slots(self.spec.memory.optimizer.slots, buckets, self.device)
         if self._meter is not None:
             for staging in (slots.state, slots.weights):
                 self._meter.track(staging, "optimizer")
