@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flatpeak.workers.arena import Arena
-from flatpeak.workers.buckets import Range, Shard, cut_buckets
+from flatpeak.workers.buckets import Bucket, Range, Shard, cut_buckets
 from flatpeak.workers.device_update import DeviceUpdate, Slots, Target, streams_of
 from flatpeak.workers.optimizer import AdamW, update_bucket
 from flatpeak.workers.update_split import assign_updates
@@ -32,9 +32,7 @@ class Rig:
         slab_bytes: int,
         device: torch.device,
     ) -> None:
-        shard = Shard(Range("p", 0, parameters), 0, "bfloat16", True)
-        cut = cut_buckets([shard], bucket_parameters=bucket, actors_of_rank=lambda rank: [0])
-        self.buckets = assign_updates(cut, range(len(cut)))
+        self.buckets = cut(parameters, bucket)
         path = Path(folder) / f"flatpeak-check-{time.monotonic_ns()}.arena"
         self.arena = Arena.create(
             path,
@@ -93,6 +91,13 @@ class Rig:
 
     def close(self) -> None:
         self.arena.close()
+
+
+def cut(parameters: int, bucket: int) -> tuple[Bucket, ...]:
+    """One parameter of bf16 weights, in buckets that are updated on the device."""
+    shard = Shard(Range("p", 0, parameters), 0, "bfloat16", True)
+    buckets = cut_buckets([shard], bucket_parameters=bucket, actors_of_rank=lambda rank: [0])
+    return assign_updates(buckets, range(len(buckets)))
 
 
 def fill(target: Tensor, values: Tensor) -> None:

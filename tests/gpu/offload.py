@@ -6,6 +6,7 @@ AdamW on the CPU; copies of memory that is registered, pinned by torch, or neith
 update adds to a forward pass that waits for each bucket's weights.
 """
 
+import shutil
 import statistics
 import sys
 import time
@@ -20,14 +21,14 @@ from device_clock import seconds_of
 from flatpeak.controller.bench import check_ranges
 from flatpeak.kernels.adamw import Coefficients
 from flatpeak.kernels.adamw.reference import adamw
-from flatpeak.workers.arena import Arena
+from flatpeak.workers.arena import Arena, arena_bytes
 from flatpeak.workers.boundaries import CheckpointOffload, slab_bytes
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.memory import PeakMeter
 from flatpeak.workers.update_rates import measure_device_rates
 from flatpeak.workers.update_split import Stages
 from frame import Check, Config, Ratios, Row, run_check
-from offload_rig import CLIP, LR, SETTINGS, Rig, fill
+from offload_rig import CLIP, LR, SETTINGS, Rig, cut, fill
 
 # fp32 state from a kernel that fuses products and sums; bf16 weights may round the other way.
 TOLERANCES = (1e-6, 1e-6, 1e-6, 2**-7)
@@ -64,6 +65,17 @@ def refuse(config: Config) -> None:
     check_ranges(config, {"forward": (0.01, 100)})
     if not Path(config["folder"]).is_dir():
         raise InputError(f"--folder {config['folder']}: there is no such directory for the arena")
+    needed, free = arena_size(config), shutil.disk_usage(config["folder"]).free
+    if needed > free:
+        raise InputError(
+            f"--folder {config['folder']} has {free:,} bytes free and the arena takes {needed:,}; "
+            f"use another one, or --parameters {config['parameters'] * free // needed // 2}"
+        )
+
+
+def arena_size(config: Config) -> int:
+    buckets = cut(config["parameters"], config["bucket"])
+    return arena_bytes(buckets, max(config["slots"]), config["copied_bytes"])
 
 
 def rows(config: Config, device: str) -> Iterator[Row]:
