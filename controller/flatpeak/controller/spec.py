@@ -169,7 +169,7 @@ class DispatchSpec(Section):
     budget_bytes: Count | Auto = "auto"
     """Most above inputs and results. auto: device_budget_bytes / 8, no bound while that is null."""
     tokens_per_chunk: Count | Auto = "auto"
-    """Tokens whose routes travel at once; auto takes as many as the budget allows."""
+    """Most tokens whose routes travel at once; auto takes as many as the budget allows."""
     max_chunks: Count = 64
     """Most chunks that follow from `tokens_per_chunk`; budget and cap may ask for more."""
     receive_rows: Count | Auto = "auto"
