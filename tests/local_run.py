@@ -200,14 +200,22 @@ class LocalRun:
         return self.close()
 
     def train_step(self) -> StepResult:
+        result = self.forward_and_backward()
+        dist.barrier()
+        self.apply()
+        dist.barrier()
+        return result
+
+    def forward_and_backward(self) -> StepResult:
         self.step += 1
         result = self.trainer.step(self.step)
         self.outcome.results.append(result)
-        dist.barrier()
+        return result
+
+    def apply(self) -> None:
+        """Updates the weights with the last step's gradients, on rank 0."""
         if self.core is not None:
             _update(self.core, self.spec, self.outcome)
-        dist.barrier()
-        return result
 
     def close(self) -> Outcome:
         if self.core is not None:
