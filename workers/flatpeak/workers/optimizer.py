@@ -20,14 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatpeak.kernels.adamw import Coefficients, adamw
 from flatpeak.workers.arena import SUFFIX, Arena, Frame, remove_stale
 from flatpeak.workers.buckets import Bucket, BucketIndex, Range, Shard, cut_buckets
 from flatpeak.workers.errors import CheckpointError, InputError, RunFailed
 from flatpeak.workers.gradients import GradientStream, clipping_factor, global_norm
-
-# Elements of a block and thread: the seven fp32 arrays of an update then stay in a core's cache.
-# Also torch's own grain: fewer elements are never split over threads.
-_BLOCK = 32768
 
 
 @dataclass(frozen=True)
@@ -45,10 +42,10 @@ def update_bucket(
 ) -> None:
     """Write the bucket's next version from its gradient region and flip to it as version `step`.
 
-    Rule "adamw" is `torch.optim.AdamW`, operation for operation in fp32, so equal to it to the
-    bit. The number of updates, not the step, enters the bias correction, since a skipped step
-    leaves the moments alone. Decay applies to buckets that say so. Rule "bias" is
-    `master -= lr_bias * gradient`: neither moments nor clipping nor decay.
+    Rule "adamw" is `torch.optim.AdamW`, see `flatpeak.kernels.adamw`. The number of updates, not
+    the step, enters the bias correction, since a skipped step leaves the moments alone. Decay
+    applies to buckets that say so. Rule "bias" is `master -= lr_bias * gradient`: neither moments
+    nor clipping nor decay.
 
     Gradients and the current frame are only read: an update cut off half-way can be done again.
     """
@@ -60,49 +57,17 @@ def update_bucket(
         new.exp_avg_sq.copy_(old.exp_avg_sq)
         new.weights.copy_(new.master)
     else:
-        _adamw(
-            old,
-            new,
-            gradient,
+        coefficients = Coefficients.of(
             updates=arena.updates(i) + 1,
             lr=lr,
-            clip_factor=clip_factor,
+            betas=settings.betas,
+            eps=settings.eps,
             decay=settings.weight_decay if bucket.decay else 0.0,
-            settings=settings,
+            clip_factor=clip_factor,
         )
+        weights = None if new.weights is new.master else new.weights
+        adamw(*old.state, gradient, *new.state, weights, coefficients)
     arena.commit_update(i, step)
-
-
-def _adamw(
-    old: Frame,
-    new: Frame,
-    gradient: Tensor,
-    *,
-    updates: int,
-    lr: float,
-    clip_factor: float,
-    decay: float,
-    settings: AdamW,
-) -> None:
-    beta1, beta2 = settings.betas
-    step_size = lr / (1 - beta1**updates)
-    correction = math.sqrt(1 - beta2**updates)
-    block = _BLOCK * torch.get_num_threads()
-    arrays = (*old.state, gradient, *new.state, new.weights)
-    # One scratch for all blocks: fresh ones cost more in page faults than the arithmetic.
-    scratch = torch.empty(2, min(block, gradient.numel()))
-    for p, m, v, g, new_p, new_m, new_v, weights in zip(
-        *(array.split(block) for array in arrays), strict=True
-    ):
-        scaled, denominator = scratch[:, : g.numel()]
-        g = torch.mul(g, clip_factor, out=scaled)
-        torch.mul(p, 1 - lr * decay, out=new_p)
-        torch.lerp(m, g, 1 - beta1, out=new_m)
-        torch.mul(v, beta2, out=new_v).addcmul_(g, g, value=1 - beta2)
-        torch.sqrt(new_v, out=denominator).div_(correction).add_(settings.eps)
-        new_p.addcdiv_(new_m, denominator, value=-step_size)
-        if new.weights is not new.master:
-            weights.copy_(new_p)
 
 
 @dataclass
@@ -248,10 +213,10 @@ class OptimizerCore:
 class OffloadStreamAdamW(torch.optim.Optimizer):
     """AdamW with masters, moments and gradients in an arena, for any torch script; no Ray.
 
-    Equal to `torch.optim.AdamW` to the bit for fp32 parameters; bf16 ones get fp32 masters. Takes
-    parameters, (name, parameter) pairs or groups as torch's optimizers do, and learning rate
-    schedulers work on it. Of sharded parameters (DTensor) it handles the local part. Parameters
-    that need no gradient when it is made are left alone.
+    For fp32 parameters it computes what `torch.optim.AdamW` does with `fused=True`; bf16 ones get
+    fp32 masters. Takes parameters, (name, parameter) pairs or groups as torch's optimizers do, and
+    learning rate schedulers work on it. Of sharded parameters (DTensor) it handles the local part.
+    Parameters that need no gradient when it is made are left alone.
 
     Each gradient moves to the arena as soon as backward has accumulated it, and `.grad` is freed;
     several backward passes add up in fp32, `zero_grad` drops them, and `step` therefore clips
