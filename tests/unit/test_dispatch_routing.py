@@ -197,21 +197,6 @@ def test_chunks_are_as_many_as_the_fullest_rank_needs_but_no_more_than_allowed()
         assert {len(view.chunks) for view in routings(4, ids, chosen)} == {expected}
 
 
-def test_the_bytes_of_a_cut_are_asked_for_once():
-    asked = []
-
-    def footprint(extent: Extent) -> int:
-        asked.append(extent)
-        return extent.computed
-
-    ids = [random_ids(40, 4, 2)] * 2
-    chosen = DispatchOptions(budget_bytes=30, max_foreign_experts=0)
-    view = assumed_routing(ids, rank=0, experts=4, options=chosen, footprint=footprint)
-    assert len(view.chunks) > 1
-    assert view.planned_bytes == view.extent(40).computed <= 30
-    assert len(asked) == len(set(asked)) > 2
-
-
 def _agree(rank: int, ids: list[torch.Tensor], chosen: DispatchOptions) -> Routing:
     return make_routing(ids[rank], experts=6, group=dist.group.WORLD, options=chosen)
 
@@ -303,3 +288,18 @@ def test_an_option_below_its_range_is_refused_with_the_smallest_legal_value(
         InputError, match=f"{name} is {value!r}; .* smallest legal value is {smallest}$"
     ):
         DispatchOptions(**{name: value})  # type: ignore[arg-type]
+
+
+def test_the_bytes_of_a_cut_are_asked_for_once():
+    asked = []
+
+    def footprint(extent: Extent) -> int:
+        asked.append(extent)
+        return extent.computed
+
+    ids = [random_ids(40, 4, 2)] * 2
+    chosen = DispatchOptions(budget_bytes=30, max_foreign_experts=0)
+    view = assumed_routing(ids, rank=0, experts=4, options=chosen, footprint=footprint)
+    assert len(view.chunks) > 1
+    assert view.planned_bytes == view.extent(40).computed <= 30
+    assert len(asked) == len(set(asked)) > 2
