@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from device_clock import seconds_of
 from dispatch_methods import NAMES, Method, Work, dense, make_experts, run_pass
 from expert_parallel import Group
 from flatpeak.workers.memory import TOTAL, PeakMeter
@@ -116,17 +117,7 @@ def clock(method: Method, work: Work) -> tuple[float, float]:
     if work.group is not None:
         dist.barrier(work.group)
     cpu = time.process_time()
-    if work.hidden.is_cuda:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run_pass(method, work)
-        end.record()
-        end.synchronize()
-        wall = begin.elapsed_time(end) / 1000
-    else:
-        start = time.perf_counter()
-        run_pass(method, work)
-        wall = time.perf_counter() - start
+    wall = seconds_of(lambda: run_pass(method, work), work.hidden.device.type)
     return wall, time.process_time() - cpu
 
 

@@ -1,24 +1,33 @@
 #!/bin/sh
-# Run every device check of this checkout; each that passes leaves its report as JSON in the folder
-# given, or in $OUT. PYTHON names the interpreter; by default the checkout's own, else python3.
+# Run every device check of this checkout, each for at most LIMIT_S seconds (180 unless set).
+#
+#     tests/gpu/run.sh [FOLDER] [--cpu]
+#
+# Each leaves its report as NAME.json in FOLDER, or in $OUT; one that does not come to its end leaves
+# none. PYTHON names the interpreter; by default the checkout's own, else python3.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 checkout=$(dirname "$(dirname "$here")")
-out=${1:-${OUT:?name a folder for the reports, or set OUT}}
+case ${1:-} in --*) ;; ?*) OUT=$1 && shift ;; esac
+: "${OUT:?name a folder for the reports, or set OUT}"
 python=${PYTHON:-$checkout/.venv/bin/python}
 [ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
-export PYTHONPATH="$checkout/controller:$checkout/workers:$checkout/kernels${PYTHONPATH:+:$PYTHONPATH}"
-mkdir -p "$out"
-trap 'rm -f "$out"/*.json.part' EXIT
+for root in tests kernels workers controller; do
+    PYTHONPATH="$checkout/$root${PYTHONPATH:+:$PYTHONPATH}"
+done
+export PYTHONPATH
+mkdir -p "$OUT"
 failed=0
 for check in "$here"/*.py; do
-    report=$out/$(basename "$check" .py).json
-    rm -f "$report"
-    if "$python" "$check" --json >"$report.part"; then
-        mv "$report.part" "$report"
-    else
-        echo "$check failed; it leaves no report" >&2
-        failed=1
-    fi
+    name=$(basename "$check" .py)
+    [ "$name" != frame ] || continue
+    rm -f "$OUT/$name.json"
+    code=0
+    timeout -k 10 "${LIMIT_S:-180}" "$python" "$check" --out "$OUT/$name.json" "$@" || code=$?
+    case $code in
+    0) ;;
+    124 | 137) failed=1 && echo "$name did not end within ${LIMIT_S:-180} s" >&2 ;;
+    *) failed=1 && echo "$name failed with exit code $code" >&2 ;;
+    esac
 done
 exit $failed

@@ -1,11 +1,5 @@
 """The dispatch bench: what it reports, and that its figures are those of the methods' design."""
 
-import json
-import os
-import runpy
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -103,82 +97,6 @@ def test_an_option_out_of_range_is_refused(option: str, legal: str):
     with pytest.raises(InputError) as refused:
         run_bench("dispatch", ["--experts=8", "--top-k=4", f"--{option}"], start=CHECKOUT)
     assert str(refused.value) == legal
-
-
-DEVICE_CHECK = """
-import runpy, sys
-path, *sys.argv[1:] = sys.argv[1:]
-try:
-    runpy.run_path(path, run_name="__main__")
-finally:
-    assert not {"ray", "typer", "pydantic"} & set(sys.modules)
-"""
-
-
-DEVICE_SCRIPT = str(CHECKOUT / "tests" / "gpu" / "dispatch.py")
-
-
-def test_the_device_check_runs_without_a_device_and_with_torch_alone():
-    roots = [str(CHECKOUT / folder) for folder in ("controller", "workers", "kernels")]
-    words = ["--json", "--tokens=64", "--profile=50/4"]
-    done = subprocess.run(
-        [sys.executable, "-c", DEVICE_CHECK, DEVICE_SCRIPT, *words],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(roots), "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    report = json.loads(done.stdout)
-    assert report["exact"]
-    assert [row["method"] for row in report["rows"]] == [*COMPARED, "dense"]
-    assert all(ratio > 0 for ratio in report["ratios"].values())
-
-
-@pytest.mark.parametrize(
-    ("word", "code", "out", "err"),
-    [
-        ("--help", 0, "--profile ...   balanced,80/16\n", ""),
-        ("--top-k=99", 2, "", "dispatch.py: --top-k 99: should be from 1 to 32\n"),
-        ("--ranks=2", 2, "", "dispatch.py: no option --ranks; there are"),
-    ],
-    ids=["help", "out of range", "unknown"],
-)
-def test_the_device_check_says_what_its_options_are(
-    word: str, code: int, out: str, err: str, monkeypatch: pytest.MonkeyPatch, capsys
-):
-    monkeypatch.setattr(sys, "argv", [DEVICE_SCRIPT, word])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as left:
-        runpy.run_path(DEVICE_SCRIPT, run_name="__main__")
-    said = capsys.readouterr()
-    assert left.value.code == code
-    assert out in said.out
-    assert err in said.err
-    assert said.err.count("\n") == (code > 0)
-
-
-def test_only_device_checks_that_pass_leave_a_report(tmp_path: Path):
-    folder, out = tmp_path / "tests" / "gpu", tmp_path / "out"
-    folder.mkdir(parents=True)
-    shutil.copy(CHECKOUT / "tests" / "gpu" / "run.sh", folder)
-    (folder / "passes.py").write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
-    (folder / "fails.py").write_text("print('{', flush=True); raise SystemExit(4)")
-    out.mkdir()
-    (out / "fails.json").write_text("of an earlier run")
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@" of-the-checkout\n')
-    python.chmod(0o755)
-    given = {key: value for key, value in os.environ.items() if key != "PYTHON"}
-    command = ["sh", str(folder / "run.sh"), str(out)]
-    for chosen, words in (
-        ({}, ["--json", "of-the-checkout"]),
-        ({"PYTHON": sys.executable}, ["--json"]),
-    ):
-        done = subprocess.run(command, env=given | chosen, capture_output=True, text=True)
-        assert done.returncode == 1
-        assert "fails.py failed; it leaves no report" in done.stderr
-        assert [path.name for path in out.iterdir()] == ["passes.json"]
-        assert json.loads((out / "passes.json").read_text()) == words
 
 
 def _metered(rank: int, case: Case, method: str) -> tuple[int, int, int]:

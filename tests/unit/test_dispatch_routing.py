@@ -11,7 +11,7 @@ from flatpeak.workers.dispatch import DispatchOptions, Routing, assumed_routing,
 from flatpeak.workers.dispatch.agreement import agree
 from flatpeak.workers.dispatch.assignment import DispatchPlan
 from flatpeak.workers.dispatch.counting import steps_at_once
-from flatpeak.workers.dispatch.cutting import Bounds
+from flatpeak.workers.dispatch.cutting import Bounds, Extent
 from flatpeak.workers.errors import InputError
 from moe_families import random_ids
 from ranks import run_ranks
@@ -299,3 +299,18 @@ def test_an_option_below_its_range_is_refused_with_the_smallest_legal_value(
         InputError, match=f"{name} is {value!r}; .* smallest legal value is {smallest}$"
     ):
         DispatchOptions(**{name: value})  # type: ignore[arg-type]
+
+
+def test_the_bytes_of_a_cut_are_asked_for_once():
+    asked = []
+
+    def footprint(extent: Extent) -> int:
+        asked.append(extent)
+        return extent.computed
+
+    ids = [random_ids(40, 4, 2)] * 2
+    chosen = DispatchOptions(budget_bytes=30, max_foreign_experts=0)
+    view = assumed_routing(ids, rank=0, experts=4, options=chosen, footprint=footprint)
+    assert len(view.chunks) > 1
+    assert view.planned_bytes == view.extent(40).computed <= 30
+    assert len(asked) == len(set(asked)) > 2

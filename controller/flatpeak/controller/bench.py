@@ -107,8 +107,13 @@ def describe_bench(name: str, *, start: Path | None = None) -> str:
     return describe_options(module.__doc__, module.DEFAULTS)
 
 
-def describe_options(text: str | None, defaults: Mapping[str, Value]) -> str:
-    """`text`, and one line for each option of `defaults`."""
+def describe_options(
+    text: str | None,
+    defaults: Mapping[str, Value],
+    *,
+    title: str = "Options and their defaults",
+) -> str:
+    """`text`, and under `title` one line for each option of `defaults`."""
     names = {
         k: f"{_flag(k)} ..." if isinstance(v, tuple) else _flag(k) for k, v in defaults.items()
     }
@@ -116,9 +121,8 @@ def describe_options(text: str | None, defaults: Mapping[str, Value]) -> str:
     lines = [f"  {names[key]:{width}}  {_default(value)}" for key, value in defaults.items()]
     note = "; ... takes several values, with commas or by repetition"
     several = any(isinstance(value, tuple) for value in defaults.values())
-    title = f"Options and their defaults{note if several else ''}:"
     head = [text.strip(), ""] if text else []
-    return "\n".join([*head, title, *lines])
+    return "\n".join([*head, f"{title}{note if several else ''}:", *lines])
 
 
 def _default(value: Value) -> str:

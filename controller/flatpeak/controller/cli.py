@@ -94,7 +94,8 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Say which runs there are, whether they live and how far they are."""
-    from flatpeak.controller.runs import RunFolder, list_runs, to_json
+    from flatpeak.controller.runs import RunFolder, list_runs
+    from flatpeak.controller.strict_json import to_json
 
     folders = list_runs(runs_dir) if run is None else [RunFolder.open(runs_dir, run)]
     # One broken folder hides none of the others; asked for by name, it is an error.
@@ -173,7 +174,7 @@ def bench(
 ) -> None:
     """Run a benchmark of a source checkout; more options are its own, like --ranks 4."""
     from flatpeak.controller.bench import BENCHES, describe_bench, describe_benches, run_bench
-    from flatpeak.controller.runs import to_json
+    from flatpeak.controller.strict_json import to_json
 
     if name is None:
         if not show_help:

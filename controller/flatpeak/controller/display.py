@@ -12,7 +12,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flatpeak.controller.runs import TOTAL, Event, RunEvent, StepRecord, Summary, to_json
+from flatpeak.controller.runs import TOTAL, Event, RunEvent, StepRecord, Summary
+from flatpeak.controller.strict_json import to_json
 
 MIB, GIB = 2**20, 2**30
 

@@ -31,6 +31,7 @@ from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.spec_file import dump_spec
+from flatpeak.controller.strict_json import to_json
 from flatpeak.workers.errors import InputError, SpecError, WaitTimeout
 
 TOTAL = "total"
@@ -381,19 +382,6 @@ def process_start(pid: int) -> str | None:
     # The name in parentheses may hold anything, so count from its end; field 22 is the start time.
     state, *fields = stat.rpartition(")")[2].split()
     return None if state in "ZX" else f"{boot}/{fields[18]}"
-
-
-def to_json(data: Any) -> str:
-    """One line of strict JSON; numbers that are not finite become null."""
-    return json.dumps(_null_for_nan(data), allow_nan=False)
-
-
-def _null_for_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _null_for_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_null_for_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _read_lines(path: Path, kind: TypeAdapter[_Record]) -> Iterator[_Record]:

@@ -11,6 +11,7 @@ is read by the host once, and nothing below this module reads a size from a tens
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from types import MappingProxyType
 
 import numpy as np
@@ -19,7 +20,8 @@ import torch.distributed as dist
 
 from flatpeak.workers.dispatch.assignment import DispatchPlan, native_experts, plan_dispatch
 from flatpeak.workers.dispatch.counting import TOKENS_AT_ONCE, Columns, Counted, count, count_table
-from flatpeak.workers.dispatch.cutting import Bounds, Cut, Footprint, first_cut
+from flatpeak.workers.dispatch.cutting import Bounds, Cut, Extent, Footprint, first_cut
+from flatpeak.workers.dispatch.footprint import MOST_FACTS
 from flatpeak.workers.dispatch.options import DispatchOptions
 from flatpeak.workers.dispatch.peers import Peers, RanksOfGroup, Together
 from flatpeak.workers.dispatch.routing import LABEL, Group, Routing, owners_of
@@ -81,6 +83,10 @@ def agree(
 ) -> dict[int, Routing]:
     """The routing of each rank that is at hand, from the expert ids [N, k] that it holds."""
     terms = [zlib.crc32(repr(value).encode()) for value in alike.values()]
+    assert _FACTS + len(terms) <= MOST_FACTS, f"{_FACTS} + {len(terms)} facts outgrow {MOST_FACTS}"
+    if bounds.footprint is not None:
+        # Asked twice of the last cut: whether it holds, and what is planned.
+        bounds = replace(bounds, footprint=cache(bounds.footprint))
     natives = [len(owned) for owned in native_experts(experts, ranks)]
     summaries = peers.gather(
         [_summary(ids, r, natives, terms, bounds.options) for r, ids in held.items()]
@@ -104,13 +110,16 @@ def agree(
             r: replace(view, chunks=sizes.chunks(plan, cut, r))
             for (r, view), sizes in zip(views.items(), counted, strict=True)
         }
-        finer = _finer(held, views, peers, cut, bounds, most) if bounds.exist else None
+        if bounds.footprint is None and not bounds.exist:
+            return views
+        extents = {r: view.extent(len(held[r])) for r, view in views.items()}
+        finer = _finer(held, extents, peers, cut, bounds, most) if bounds.exist else None
         if finer is None:
             break
         cut, counted = finer, count(held, views, peers, finer)
     if bounds.footprint is None:
         return views
-    planned = {r: bounds.footprint(view.extent(len(held[r]))) for r, view in views.items()}
+    planned = {r: bounds.footprint(extent) for r, extent in extents.items()}
     return {r: replace(view, planned_bytes=planned[r]) for r, view in views.items()}
 
 
@@ -171,7 +180,7 @@ def _check_ids(facts: np.ndarray, experts: int) -> None:
 
 def _finer(
     held: Mapping[int, torch.Tensor],
-    views: Mapping[int, Routing],
+    extents: Mapping[int, Extent],
     peers: Peers,
     cut: Cut,
     bounds: Bounds,
@@ -179,6 +188,6 @@ def _finer(
 ) -> Cut | None:
     rows = []
     for r, ids in held.items():
-        demand = bounds.demand(cut, views[r].extent(len(ids)), tokens=most)
+        demand = bounds.demand(cut, extents[r], tokens=most)
         rows.append(torch.tensor(demand).to(ids.device, non_blocking=True))
     return bounds.settle(peers.gather(rows))

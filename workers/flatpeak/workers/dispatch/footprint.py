@@ -22,8 +22,8 @@ _LABEL = torch.int16.itemsize
 _COUNT = torch.int32.itemsize
 # Chunks whose tables a pass keeps: one to come, one that is computed, one behind.
 _FLIGHTS = 3
-# Numbers at most that each rank tells of itself beside its counts.
-_FACTS = 32
+MOST_FACTS = 32
+"""Numbers at most that each rank tells of itself beside its counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ def _agreeing_bytes(sizes: LayerSizes, extent: Extent) -> int:
     # Experts of some tokens, the ranks that compute them, and ones to add up; and what all gather.
     summing = min(extent.layer_tokens, TOKENS_AT_ONCE)
     summing *= sizes.k * (2 * _INDEX + _COUNT) + extent.ranks
-    summing += (extent.ranks + 2) * (_FACTS + columns) * _INDEX
+    summing += (extent.ranks + 2) * (MOST_FACTS + columns) * _INDEX
     # All labels; then the table of a turn, first with the labels that are counted, the ranks that
     # compute them and the sums of rows, then with what the other ranks counted. Coarser cuts were
     # counted before, of as many tokens in a turn.
