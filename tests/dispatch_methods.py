@@ -38,14 +38,11 @@ class Case:
     dtype: torch.dtype
     backward: bool
     options: DispatchOptions
-    repeated: int = 1
-    """How often each token of the profile comes, one after the other; divides `tokens`."""
 
     def expert_ids(self) -> Tensor:
-        """[N, k], on every rank: the profile as it is defined, each token `repeated` times."""
+        """[N, k], on every rank."""
         percent, hot = (0, 0) if self.profile == BALANCED else map(int, self.profile.split("/"))
-        ids = profile(self.tokens // self.repeated, self.experts, self.top_k, percent, hot)
-        return ids.repeat_interleave(self.repeated, 0)
+        return profile(self.tokens, self.experts, self.top_k, percent, hot)
 
 
 @dataclass(frozen=True)

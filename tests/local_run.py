@@ -203,24 +203,27 @@ class LocalRun:
         return self.close()
 
     def train_step(self) -> StepResult:
-        self.step += 1
-        result = self.trainer.step(self.step)
-        self.outcome.results.append(result)
+        result = self.forward_and_backward()
         dist.barrier()
-        if self.core is not None:
-            _keep_gradients(self.core, self.outcome)
-        dist.barrier()
-        self._update(result)
+        self.apply()
         dist.barrier()
         return result
 
-    def _update(self, result: StepResult) -> None:
-        train, factor = self.spec.train, None
+    def forward_and_backward(self) -> StepResult:
+        self.step += 1
+        result = self.trainer.step(self.step)
+        self.outcome.results.append(result)
+        return result
+
+    def apply(self) -> None:
+        """Updates the weights with the last step's gradients: on rank 0, and where ranks do so."""
+        result, train, factor = self.outcome.results[-1], self.spec.train, None
         if result.usable:
             factor = clipping_factor(result.grad_norm, train.max_grad_norm)
         rate = lr(result.step, train=train)
         self.trainer.update(result.step, lr=rate, clip_factor=factor)
         if self.core is not None:
+            _keep_gradients(self.core, self.outcome)
             self.core.update(result.step, lr=rate, clip_factor=factor)
             self.core.wait_for_workers(result.step, timeout_s=60)
 

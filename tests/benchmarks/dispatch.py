@@ -18,9 +18,9 @@ their way at once and receives `receive-rows` rows, where 0 sets no bound. No re
 alone.
 
 Of a row, `resident` are inputs, weights, outputs and gradients, `increment` is the peak above them;
-`foreign` is what foreign experts take of it and `bounded` the rest; `growth` is the factor that
-each token twice, in chunks of the same size, puts on `bounded`; `send_ratio` is the largest of what
-a rank sends over the mean; `error` is relative to the largest entry of the dense result.
+`foreign` is what foreign experts take of it and `bounded` the rest; `growth` is the factor that the
+profile of twice the tokens, with as many in a chunk, puts on `bounded`; `send_ratio` is the largest
+of what a rank sends over the mean; `error` is relative to the largest entry of the dense result.
 """
 
 import statistics
@@ -168,20 +168,17 @@ def measure(case: Case, repeats: int) -> list[dict]:
 
 
 def growth(case: Case, ours: dict) -> float:
-    """The factor that twice the tokens at one chunk size put on our increment, foreigners apart.
+    """The factor that twice the tokens put on our increment, foreign experts apart.
 
-    Every token comes twice. The profile of twice the tokens would be another routing: its counts
-    are not twice those of one, so its plan may have another shape, and its chunks other tokens.
+    A chunk may have as many tokens as it has in the row of `ours`.
     """
-    chunk = ceil(case.tokens / ours["chunks"])
     options = replace(
         case.options,
         budget_bytes=None,
-        tokens_per_chunk=chunk,
+        tokens_per_chunk=ceil(case.tokens / ours["chunks"]),
         max_chunks=2 * case.tokens,
-        min_chunk=2 * case.options.min_chunk,
     )
-    doubled = replace(case, tokens=2 * case.tokens, repeated=2, options=options)
+    doubled = replace(case, tokens=2 * case.tokens, options=options)
     twice = run_ranks(case.ranks, metered_alone, doubled, "ours", timeout_s=TIMEOUT_S)
     return max(map(bounded, twice)) / ours["bounded_bytes"]
 

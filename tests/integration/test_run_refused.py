@@ -69,6 +69,16 @@ def refused(
             "with cluster.workers = 8 use one of [1, 2, 4]",
         ),
         (
+            {"model": {"config": tiny_content("qwen3_moe", **SMALL | {"num_layers": 2})}},
+            2,
+            "qwen3_moe has no setting 'num_layers', the nearest is 'num_hidden_layers'",
+        ),
+        (
+            {"train": {"router_bias_update_rate": 0.001}},
+            2,
+            "train.router_bias_update_rate = 0.001, but the routers of Qwen3MoeForCausalLM have no",
+        ),
+        (
             {"memory": {"dispatch": {"budget_bytes": 1000}}},
             2,
             "memory.dispatch.budget_bytes = 1,000 is too little: one token at a time and 4 foreign",
@@ -98,6 +108,7 @@ def refused(
     ids=[
         *("missing corpus", "empty corpus", "vocabulary smaller than a token id"),
         *("more expert ranks than experts", "more sequence ranks than heads"),
+        *("unknown key of the model", "no router biases"),
         *("dispatch budget of nothing", "device budget of nothing", "no shm_dir"),
         *("no GPU", "dead address", "no address"),
     ],
@@ -148,7 +159,7 @@ def test_a_model_larger_than_the_shared_memory_does_not_fit(tmp_path, capsys):
     assert f"cluster.shm_dir = {tmp_path / 'shm'} has" in text
 
 
-@pytest.mark.parametrize("damage", ["missing", "misshapen"])
+@pytest.mark.parametrize("damage", ["missing", "misshapen", "whole numbers"])
 def test_a_checkpoint_with_a_wrong_tensor_is_refused(tmp_path, capsys, damage):
     folder = tmp_path / "model"
     AutoModelForCausalLM.from_config(tiny_config("qwen3_moe", **SMALL)).save_pretrained(folder)
@@ -157,7 +168,7 @@ def test_a_checkpoint_with_a_wrong_tensor_is_refused(tmp_path, capsys, damage):
     if damage == "missing":
         del tensors[name]
     else:
-        tensors[name] = torch.ones(17)
+        tensors[name] = torch.ones(17) if damage == "misshapen" else torch.ones(16).long()
     save_file(tensors, file)
     capsys.readouterr()  # saving shows a progress bar
     job = tiny_job(tmp_path, model={"path": str(folder), "config": None})

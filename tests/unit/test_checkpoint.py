@@ -322,6 +322,58 @@ def test_a_quantised_checkpoint_is_refused_with_its_dtype(tmp_path):
         CheckpointReader(tmp_path, build_meta_model(model.config))
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("model.norm.weight", torch.int64),
+        ("model.layers.1.mlp.experts.3.up_proj.weight", torch.int64),
+        ("lm_head.weight", torch.bool),
+    ],
+    ids=["dense", "one expert", "bool"],
+)
+def test_whole_numbers_for_weights_are_refused_by_the_name_of_the_tensor(tmp_path, name, dtype):
+    model = saved_model(tmp_path, "qwen3_moe")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {name: tensors[name].to(dtype)}, file)
+    with pytest.raises(CheckpointError) as error:
+        CheckpointReader(tmp_path, build_meta_model(model.config))
+    found = str(dtype).removeprefix("torch.")
+    assert f"Qwen3MoeForCausalLM: {name} should be floating point, found {found}." in str(
+        error.value
+    )
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e300])
+@pytest.mark.parametrize(
+    ("name", "read", "rows"),
+    [
+        ("model.embed_tokens.weight", "model.embed_tokens.weight", 50),
+        (
+            "model.layers.1.mlp.experts.3.up_proj.weight",
+            "model.layers.1.mlp.experts.gate_up_proj",
+            4,
+        ),
+    ],
+    ids=["dense", "one expert"],
+)
+def test_a_number_that_is_not_finite_is_refused_with_the_tensor_that_has_it(
+    tmp_path, name, read, rows, value
+):
+    model = saved_model(tmp_path, "qwen3_moe")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name] = tensors[name].double()
+    tensors[name][-1, 5] = value
+    save_file(tensors, file)
+    reader = CheckpointReader(tmp_path, build_meta_model(model.config))
+    reader.read(read, 0, rows - 1)
+    reader.read(read, rows, rows)
+    with pytest.raises(CheckpointError) as error:
+        reader.read(read, 0, rows)
+    assert str(error.value).startswith(f"{name} in {tmp_path}: 1 of the ")
+
+
 def test_export_refuses_a_directory_that_holds_something(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(CheckpointError, match="not empty"):

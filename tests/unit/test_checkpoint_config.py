@@ -42,7 +42,25 @@ def test_a_directory_and_a_mapping_give_the_same_sizes(tmp_path, family):
         pytest.param({"model_type": "qwen3_mo"}, "did you mean qwen3_moe", id="misspelt family"),
         pytest.param({"model_type": None}, "unknown model_type 'None'", id="null family"),
         pytest.param({"hidden_size": "wide"}, "hidden_size", id="size of the wrong type"),
-        pytest.param({"rms_norm_epsi": 1e-5}, "did you mean 'rms_norm_eps'", id="misspelt key"),
+        pytest.param(
+            {"rms_norm_epsi": 1e-5},
+            "^model.config: qwen3_moe has no setting 'rms_norm_epsi', the nearest is "
+            "'rms_norm_eps'. Correct",
+            id="misspelt key",
+        ),
+        pytest.param(
+            {"num_layers": 4, "hidden_dim": 8},
+            "'num_layers', the nearest is 'num_hidden_layers'; no setting 'hidden_dim', the",
+            id="keys of another family",
+        ),
+        pytest.param(
+            {"num_expert": 8, "num_experts": 4}, "'num_expert', the", id="beside the right one"
+        ),
+        pytest.param(
+            {"rope_parameters": {"rope_typ": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+            "'rope_parameters.rope_typ', the nearest is 'rope_parameters.rope_type'",
+            id="misspelt key of a mapping",
+        ),
         pytest.param({"num_experts": 0}, "Qwen3MoeConfig .* not a Mixture-of", id="no experts"),
         pytest.param(
             {"quantization_config": {"quant_method": "fp8"}}, "quantised by fp8", id="quantised"
@@ -60,9 +78,28 @@ def test_a_dense_family_is_refused_by_the_class_that_was_found():
         load_config(path=None, config={"model_type": "llama"})
 
 
-def test_keys_that_only_published_files_have_are_accepted():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_configuration_writes_of_itself_is_accepted_inline(family: str):
+    content = tiny_config(family).to_dict()
+    assert load_config(path=None, config=content).to_dict() == content
+
+
+def test_keys_that_are_no_fields_but_are_read_are_accepted():
+    old = {"rope_theta": 5e5, "torch_dtype": "bfloat16", "num_local_experts": 4}
+    read_by_the_model = {"head_dim": 4, "output_router_logits": True}
+    content = tiny_content("qwen3_moe", **old, **read_by_the_model)
+    config = load_config(path=None, config=content)
+    assert config.rope_parameters["rope_theta"] == 5e5
+    yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+    load_config(path=None, config=tiny_content("mixtral", rope_scaling=yarn))
+
+
+def test_keys_that_only_published_files_have_are_accepted_in_files(tmp_path):
     content = tiny_content("mixtral", rope_theta=5e5, ep_size=1, moe_intermediate_size=16)
-    assert load_config(path=None, config=content).rope_parameters["rope_theta"] == 5e5
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert load_config(path=str(tmp_path), config=None).rope_parameters["rope_theta"] == 5e5
+    with pytest.raises(SpecError, match="no setting 'ep_size'"):
+        load_config(path=None, config=content)
 
 
 def test_a_mapping_without_a_family_says_so():
@@ -129,8 +166,10 @@ def test_sizes_that_make_no_model_are_a_spec_error():
         build_meta_model(config)
 
 
-def test_a_dense_model_with_a_stray_expert_count_is_refused_once_built():
-    config = load_config(path=None, config={"model_type": "llama", "num_experts": 4, **TINY_LLAMA})
+def test_a_dense_model_with_a_stray_expert_count_is_refused_once_built(tmp_path):
+    content = {"model_type": "llama", "num_experts": 4, **TINY_LLAMA}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = load_config(path=str(tmp_path), config=None)
     with pytest.raises(SpecError, match="LlamaForCausalLM has 1 layers and none"):
         build_meta_model(config)
 

@@ -119,7 +119,7 @@ def test_the_footprint_of_every_family_is_what_it_takes(
 def test_the_footprint_holds_for_any_ranks_and_chunks(
     ranks: int, tokens_per_chunk: int | None, dtypes: tuple[torch.dtype, torch.dtype]
 ):
-    options = replace(MOVING, tokens_per_chunk=tokens_per_chunk)
+    options = replace(MOVING, tokens_per_chunk=tokens_per_chunk, max_chunks=4)
     assert_foretold(*increment_and_footprint(spread(ranks, 512), options, dtypes=dtypes))
 
 
@@ -224,7 +224,7 @@ def _measured(
 @pytest.mark.parametrize("hot", PROFILES.values(), ids=PROFILES)
 def test_every_rank_stays_within_its_budget_and_cuts_no_finer_than_it_asks(hot: tuple[int, int]):
     ids = [profile(tokens, EXPERTS, K, *hot) for tokens in (400, 300)]
-    budgets = [int(2**20 * mib) for mib in (0.8, 1.0, 1.5, 2.5, 20)]
+    budgets = [int(2**20 * mib) for mib in (0.7, 1.0, 1.5, 2.5, 20)]
     by_rank = run_ranks(2, _within_budgets, ids, budgets)
     for measured in by_rank:
         for budget, (increment, _) in zip(budgets, measured, strict=True):
@@ -255,7 +255,7 @@ def test_a_budget_below_one_token_at_a_time_is_refused_with_one_that_works(hot: 
     smallest = int(first.split("the smallest legal value for it is ")[1].split(",")[0])
     for ((increment, chunks),) in run_ranks(2, _within_budgets, ids, [smallest]):
         assert increment <= smallest
-        assert chunks >= 80
+        assert chunks >= 79
     refused = run_ranks(2, _refused_below, ids, smallest)
     assert refused == [True, True]
 

@@ -14,6 +14,7 @@ from flatpeak.workers.dispatch import DispatchOptions, plan_least_loaded
 from flatpeak.workers.dispatch.assignment import DispatchPlan, plan_dispatch, plan_native
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.partition import parts
+from moe_families import profile
 from ranks import run_ranks
 
 CountTable = list[list[int]]
@@ -251,3 +252,17 @@ def test_a_balanced_load_moves_nothing():
 def test_a_capacity_factor_below_one_is_refused():
     with pytest.raises(InputError, match=r"capacity_factor is 0.5; the smallest legal value is 1"):
         plan_least_loaded([[1]], capacity_factor=0.5, min_chunk=1, max_foreign=1)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("hot", [(30, 4), (30, 16), (50, 16), (80, 16)])
+def test_twice_the_tokens_move_the_same_experts_to_the_same_ranks(hot: tuple[int, int], ranks: int):
+    # Not to the route: 30 % of 4,096 tokens, and the last turn over the cold experts, are cut off.
+    shapes = []
+    for tokens in (4096, 8192):
+        row = torch.bincount(profile(tokens, 128, 8, *hot).flatten(), minlength=128).tolist()
+        plan = plan_least_loaded(
+            [row] * ranks, capacity_factor=1.0, min_chunk=tokens // 4, max_foreign=4
+        )
+        shapes.append([[rank for rank, _ in pieces] for pieces in plan.segments])
+    assert shapes[0] == shapes[1]

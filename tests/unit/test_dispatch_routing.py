@@ -192,24 +192,20 @@ def test_a_token_travels_once_to_a_rank_that_has_several_of_its_experts():
 
 def test_chunks_are_as_many_as_the_fullest_rank_needs_but_no_more_than_allowed():
     ids = [random_ids(3, 4, 1), random_ids(40, 4, 1)]
-    for most, expected in ((8, 8), (64, 10)):
+    for most, expected in ((8, 8), (64, 11)):
         chosen = DispatchOptions(tokens_per_chunk=4, max_chunks=most)
         assert {len(view.chunks) for view in routings(4, ids, chosen)} == {expected}
 
 
-def test_the_bytes_of_a_cut_are_asked_for_once():
-    asked = []
-
-    def footprint(extent: Extent) -> int:
-        asked.append(extent)
-        return extent.computed
-
-    ids = [random_ids(40, 4, 2)] * 2
-    chosen = DispatchOptions(budget_bytes=30, max_foreign_experts=0)
-    view = assumed_routing(ids, rank=0, experts=4, options=chosen, footprint=footprint)
-    assert len(view.chunks) > 1
-    assert view.planned_bytes == view.extent(40).computed <= 30
-    assert len(asked) == len(set(asked)) > 2
+@pytest.mark.parametrize("period", [2, 4, 7, 32, 124])
+def test_what_repeats_in_a_layer_spreads_over_all_chunks(period: int):
+    ids = torch.arange(7936)[:, None] % period
+    for wanted in (4, 8, 16, 24):
+        chosen = DispatchOptions(tokens_per_chunk=-(-len(ids) // wanted))
+        (view,) = routings(period, [ids], chosen)
+        assert wanted <= len(view.chunks) <= 1.25 * wanted
+        rarest = min(min(chunk.own_routes) for chunk in view.chunks)
+        assert rarest >= len(ids) // (period * len(view.chunks))
 
 
 def _agree(rank: int, ids: list[torch.Tensor], chosen: DispatchOptions) -> Routing:
@@ -303,3 +299,18 @@ def test_an_option_below_its_range_is_refused_with_the_smallest_legal_value(
         InputError, match=f"{name} is {value!r}; .* smallest legal value is {smallest}$"
     ):
         DispatchOptions(**{name: value})  # type: ignore[arg-type]
+
+
+def test_the_bytes_of_a_cut_are_asked_for_once():
+    asked = []
+
+    def footprint(extent: Extent) -> int:
+        asked.append(extent)
+        return extent.computed
+
+    ids = [random_ids(40, 4, 2)] * 2
+    chosen = DispatchOptions(budget_bytes=30, max_foreign_experts=0)
+    view = assumed_routing(ids, rank=0, experts=4, options=chosen, footprint=footprint)
+    assert len(view.chunks) > 1
+    assert view.planned_bytes == view.extent(40).computed <= 30
+    assert len(asked) == len(set(asked)) > 2

@@ -363,7 +363,7 @@ def test_a_forward_fetches_early_buckets_while_later_ones_update(tmp_path):
     update_bucket(rig.arenas[0], 0, step=1, lr=1e-2, clip_factor=1.0, settings=SETTINGS)
     first = rig.buckets[0].ranges[0]
     assert torch.equal(rig.fetch(first, 1), rig.arenas[0].master(0)[: first.size])
-    assert (rig.stream.fetches, rig.stream.overlapped_fetches) == (1, 1)
+    assert rig.stream.buckets_before(1) == rig.stream.buckets - 1 > 0
     with pytest.raises(WaitTimeout, match="bucket 1 of optimizer actor 0"):
         rig.stream.fetch("embedding", first.stop, torch.empty(4), version=1, timeout_s=0.01)
     with pytest.raises(ClusterError, match="holds version 1"):

@@ -150,87 +150,102 @@ def test_any_legal_override_arrives_as_the_value_that_was_written(
 REFUSALS = {
     "unknown key": (
         ["memory.dispatch.tokens_chunk=3"],
-        "job.yaml: section `memory.dispatch` has no key `tokens_chunk`; "
+        "--set 'memory.dispatch.tokens_chunk=3': "
+        "section `memory.dispatch` has no key `tokens_chunk`; "
         "the nearest is `memory.dispatch.tokens_per_chunk`",
     ),
     "unknown key of another section": (
         ["num_workers=3"],
-        "job.yaml: the top level has no key `num_workers`; the nearest is `cluster.workers`",
+        "--set 'num_workers=3': the top level has no key `num_workers`; "
+        "the nearest is `cluster.workers`",
     ),
     "unknown key like no other": (
         ["gradient_checkpoint=true"],
-        "job.yaml: the top level has no key `gradient_checkpoint`; the nearest is `train` of run, "
+        "--set 'gradient_checkpoint=true': "
+        "the top level has no key `gradient_checkpoint`; the nearest is `train` of run, "
         "runs_dir, resume, model, data, train, cluster, parallel, memory, snapshots, metrics",
     ),
     "wrong type": (
         ["train.steps=many"],
-        "job.yaml: train.steps = 'many': should be a valid integer",
+        "--set 'train.steps=many': train.steps = 'many': should be a valid integer",
     ),
     "quoted number": (
         ["train.steps='20'"],
-        "job.yaml: train.steps = '20': should be a valid integer",
+        "--set \"train.steps='20'\": train.steps = '20': should be a valid integer",
     ),
     "out of bounds": (
         ["train.steps=0"],
-        "job.yaml: train.steps = 0: should be greater than or equal to 1",
+        "--set 'train.steps=0': train.steps = 0: should be greater than or equal to 1",
     ),
     "neither number nor auto": (
         ["parallel.sequence=most"],
-        "job.yaml: parallel.sequence = 'most': should be a valid integer or 'auto'",
+        "--set 'parallel.sequence=most': "
+        "parallel.sequence = 'most': should be a valid integer or 'auto'",
     ),
-    "infinite": (["train.lr=.inf"], "job.yaml: train.lr = inf: should be a finite number"),
+    "infinite": (
+        ["train.lr=.inf"],
+        "--set 'train.lr=.inf': train.lr = inf: should be a finite number",
+    ),
     "unknown choice": (
         ["train.dtype=fp8"],
-        "job.yaml: train.dtype = 'fp8': should be 'float32' or 'bfloat16'",
+        "--set 'train.dtype=fp8': train.dtype = 'fp8': should be 'float32' or 'bfloat16'",
     ),
-    "value for a section": (["train=3"], "job.yaml: train = 3: should be a section of keys"),
+    "value for a section": (["train=3"], "--set 'train=3': train = 3: should be a section of keys"),
     "bad name": (
         ["run=My run"],
-        "job.yaml: run = 'My run': should start with a-z or 0-9 and go on with "
+        "--set 'run=My run': run = 'My run': should start with a-z or 0-9 and go on with "
         "a-z, 0-9, '.', '_', '-'",
     ),
     "two problems": (
         ["train.steps=0", "train.betas=[0.9, 'x']"],
-        "job.yaml: 2 problems\n"
-        "  train.steps = 0: should be greater than or equal to 1\n"
-        "  train.betas.1 = 'x': should be a valid number",
+        "--set 'train.steps=0': train.steps = 0: should be greater than or equal to 1\n"
+        "--set \"train.betas=[0.9, 'x']\": train.betas.1 = 'x': should be a valid number",
     ),
     "two models": (
         ["model.path=/x"],
-        "job.yaml: model: give exactly one of `path` and `config`, not both; "
+        "job.yaml with --set 'model.path=/x': "
+        "model: give exactly one of `path` and `config`, not both; "
         "`--set model.config=null` takes one out",
     ),
     "no model": (
         ["model.config=null"],
-        "job.yaml: model: give exactly one of `path` and `config`, not neither; "
+        "job.yaml with --set 'model.config=null': "
+        "model: give exactly one of `path` and `config`, not neither; "
         "`--set model.config=null` takes one out",
     ),
     "no model type": (
         ["model.config={}"],
-        "job.yaml: model: `config` needs `model_type`, for example model_type: qwen3_moe",
+        "job.yaml with --set 'model.config={}': "
+        "model: `config` needs `model_type`, for example model_type: qwen3_moe",
     ),
     "pretrained from nowhere": (
         ["model.weights=pretrained"],
-        "job.yaml: model: weights: pretrained needs `path`; an inline `config` has none",
+        "job.yaml with --set 'model.weights=pretrained': "
+        "model: weights: pretrained needs `path`; an inline `config` has none",
     ),
     "warm-up past the end": (
-        ["train.schedule.warmup_steps=30"],
-        "job.yaml: train: schedule.warmup_steps = 30 is past the end of the decay at step 20; "
+        ["train.schedule.warmup_steps=30", "train.lr=1", "run=step"],
+        "job.yaml with --set 'train.schedule.warmup_steps=30': "
+        "train: schedule.warmup_steps = 30 is past the end of the decay at step 20; "
         "use at most 20, or raise schedule.decay_steps",
     ),
     "degree": (
         ["cluster.workers=6", "parallel.expert=4"],
-        "job.yaml: parallel.expert = 4 does not divide cluster.workers = 6; "
+        "job.yaml with --set 'cluster.workers=6', --set 'parallel.expert=4': "
+        "parallel.expert = 4 does not divide cluster.workers = 6; "
         "use one of [1, 2, 3, 6]",
     ),
     "sequence": (
         ["parallel.sequence=2", "train.sequence_length=1001"],
-        "job.yaml: train.sequence_length = 1001 is no multiple of parallel.sequence = 2; "
+        "job.yaml with --set 'parallel.sequence=2', --set 'train.sequence_length=1001': "
+        "train.sequence_length = 1001 is no multiple of parallel.sequence = 2; "
         "use 1000 or 1002",
     ),
     "batch": (
         ["parallel.sequence=1", "train.microbatches=3", "train.sequences_per_step=8"],
-        "job.yaml: train.sequences_per_step = 8 is no multiple of 6 = 2 sequence groups "
+        "job.yaml with --set 'parallel.sequence=1', --set 'train.microbatches=3', "
+        "--set 'train.sequences_per_step=8': "
+        "train.sequences_per_step = 8 is no multiple of 6 = 2 sequence groups "
         "(cluster.workers / parallel.sequence) x 3 train.microbatches; use 6 or 12",
     ),
     "no assignment": (
@@ -247,6 +262,52 @@ REFUSALS = {
         "expected ',' or ']', but got '<stream end>'",
     ),
 }
+
+
+def test_bytes_may_carry_a_unit(tmp_path):
+    budgets = "memory: {device_budget_bytes: 4GB, boundaries: {host_budget_bytes: 1.5 KiB}}"
+    path = written(tmp_path, f"run: a\nmodel: {{path: x}}\n{budgets}\n")
+    spec = load_spec(path, ["memory.dispatch.budget_bytes=512MiB"])
+    assert spec.memory.device_budget_bytes == 4 * 10**9
+    assert spec.memory.dispatch.budget_bytes == 512 * 2**20
+    assert spec.memory.boundaries.host_budget_bytes == 1536
+    assert load_spec(written(tmp_path, dump_spec(spec))) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("7B", 7), ("3kB", 3000), ("3KB", 3000), ("2 TiB", 2 * 2**40), ("0.25PB", 25 * 10**13)],
+)
+def test_a_unit_is_a_power_of_1000_and_with_an_i_of_1024(tmp_path, text, nbytes):
+    spec = with_overrides(tmp_path, f"memory.dispatch.budget_bytes={text}")
+    assert spec.memory.dispatch.budget_bytes == nbytes
+
+
+@pytest.mark.parametrize("text", ["4 gigabytes", "4Gb", "4iB", "-1GB", "1e3MB", "4XB", "'12'"])
+def test_other_words_for_bytes_are_refused(tmp_path, text):
+    value = text.strip("'")
+    assert refusal(tmp_path, f"memory.device_budget_bytes={text}").endswith(
+        f": memory.device_budget_bytes = {value!r}: should be bytes, like 4000000000, 4GB or 512MiB"
+    )
+
+
+def test_no_bytes_are_too_few_with_a_unit_too(tmp_path):
+    assert refusal(tmp_path, "memory.dispatch.budget_bytes=0GB").endswith(
+        "'0GB': should be greater than or equal to 1 or 'auto'"
+    )
+
+
+def test_a_problem_of_the_file_is_not_blamed_on_an_override_nor_one_on_the_other(tmp_path):
+    path = written(tmp_path, "run: a\nmodel: {path: x}\ntrain: {steps: 0, lr: -1, seed: -2}\n")
+    with pytest.raises(SpecError) as caught:
+        load_spec(path, ["train.steps=5", "train.steps=-3", "data={sauce: x}", "run=b"])
+    assert str(caught.value).replace(f"{tmp_path}/", "").splitlines() == [
+        "--set 'data={sauce: x}': section `data` has no key `sauce`; the nearest is `data.source`",
+        "--set 'train.steps=-3': train.steps = -3: should be greater than or equal to 1",
+        "job.yaml: 2 problems",
+        "  train.lr = -1: should be greater than 0",
+        "  train.seed = -2: should be greater than or equal to 0",
+    ]
 
 
 @pytest.mark.parametrize("case", REFUSALS)

@@ -270,6 +270,11 @@ class Controller:
             device_budget_bytes=self.spec.memory.device_budget_bytes,
             dispatch=worst_of(result.dispatch for result in results).figures()
             | {"budget_bytes": dispatch_budget_of(self.spec)},
+            optimizer={
+                "buckets": sum(result.refresh.buckets for result in results),
+                "overlapped_buckets": sum(r.refresh.overlapped_buckets for r in results),
+                "exposed_s": max(result.refresh.exposed_s for result in results),
+            },
             skipped=not first.usable,
             first_sample=ids[0],
             last_sample=ids[-1],

@@ -61,6 +61,9 @@ class StepRecord:
     """The bound on the total, as the spec has it."""
     dispatch: dict[str, float | None] = field(default_factory=dict)
     """The figures of a `DispatchReport` on all ranks, and the budget of its bytes."""
+    optimizer: dict[str, float] = field(default_factory=dict)
+    """Buckets of all ranks, those updated beside this step's forward pass (`overlapped_buckets`),
+    and the seconds that the slowest forward pass stood still for weights (`exposed_s`)."""
     skipped: bool = False
     first_sample: int
     last_sample: int

@@ -5,17 +5,43 @@ lines into the starter file. Rules that need the model are functions at the end.
 and writes YAML, `spec_problems` words what is refused. Nothing here imports torch or ray.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from decimal import Decimal
 from math import isqrt
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from flatpeak.controller.spec_problems import describe_problems
 from flatpeak.workers.errors import SpecError
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
+
+
+def _counted(value: Any) -> Any:
+    """4GB and 512MiB as a number of bytes; what is not text is for the strict integer to judge."""
+    if not isinstance(value, str):
+        return value
+    parts = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(?:([kKMGTP])(i?))?B", value)
+    if parts is None:
+        raise PydanticCustomError("bytes", "should be bytes, like 4000000000, 4GB or 512MiB")
+    number, prefix, binary = parts.groups()
+    power = "KMGTP".index(prefix.upper()) + 1 if prefix else 0
+    return int(Decimal(number) * (1024 if binary else 1000) ** power)
+
+
+Bytes = Annotated[int, Field(ge=1), BeforeValidator(_counted)]
+BytesOrZero = Annotated[int, Field(ge=0), BeforeValidator(_counted)]
 Auto = Literal["auto"]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -166,10 +192,10 @@ class ParallelSpec(Section):
 
 
 class DispatchSpec(Section):
-    budget_bytes: Count | Auto = "auto"
+    budget_bytes: Bytes | Auto = "auto"
     """Most above inputs and results. auto: device_budget_bytes / 8, no bound while that is null."""
     tokens_per_chunk: Count | Auto = "auto"
-    """Tokens whose routes travel at once; auto takes as many as the budget allows."""
+    """Most tokens whose routes travel at once; auto takes as many as the budget allows."""
     max_chunks: Count = 64
     """Most chunks that follow from `tokens_per_chunk`; budget and cap may ask for more."""
     receive_rows: Count | Auto = "auto"
@@ -194,7 +220,7 @@ class VocabularySpec(Section):
 class BoundariesSpec(Section):
     offload: bool = True
     """Keep layer inputs in host memory; lowers the device peak by depth x tokens."""
-    host_budget_bytes: CountOrZero | Auto = "auto"
+    host_budget_bytes: BytesOrZero | Auto = "auto"
     """Host bytes a rank may use for boundaries; the ones beyond stay on the device."""
 
 
@@ -216,7 +242,7 @@ class MemorySpec(Section):
     """Where the inputs of checkpointed layers are kept."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """Bounds of the optimizer's staging."""
-    device_budget_bytes: Count | None = None
+    device_budget_bytes: Bytes | None = None
     """A step whose measured peak is above it ends the run; null sets no limit."""
 
 
@@ -252,7 +278,7 @@ class Spec(Section):
     parallel: ParallelSpec = ParallelSpec()
     """Overlapping groups of the W workers; each degree divides W."""
     memory: MemorySpec = MemorySpec()
-    """The bound of each peak; none of these changes the loss."""
+    """The bound of each peak; none changes the loss. Bytes may be written as 4GB or 512MiB."""
     snapshots: SnapshotsSpec = SnapshotsSpec()
     """When the state goes to disk."""
     metrics: MetricsSpec = MetricsSpec()
@@ -295,16 +321,18 @@ class Spec(Section):
         return self
 
 
-def parse_spec(data: Any, *, source: str = "job spec") -> Spec:
+def parse_spec(data: Any, *, source: str = "job spec", overrides: Sequence[str] = ()) -> Spec:
     """The spec that `data`, a tree of plain mappings, describes.
 
-    Raises SpecError with one line a problem: dotted path, value and what would be right. `source`
-    is the name the message gives to the input.
+    Raises SpecError with one line a problem: where it comes from, dotted path, value and what would
+    be right. `source` is the name the message gives to the input, `overrides` are the assignments,
+    like `train.steps=20`, that were made to it.
     """
     try:
         return Spec.model_validate(data)
     except ValidationError as error:
-        raise SpecError(describe_problems(error, data, Spec, source=source)) from None
+        text = describe_problems(error, data, Spec, source=source, overrides=overrides)
+        raise SpecError(text) from None
 
 
 def resolve_parallel(spec: Spec, *, experts: int, heads: int) -> Spec:

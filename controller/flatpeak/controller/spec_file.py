@@ -46,10 +46,10 @@ def load_spec(path: str | Path, overrides: Iterable[str] = ()) -> Spec:
         raise SpecError(
             f"cannot read the job spec {path}: {reason}; `flatpeak init` writes one"
         ) from None
-    data = _read_yaml(text, source=str(path))
+    data, overrides = _read_yaml(text, source=str(path)), list(overrides)
     for override in overrides:
         data = _overridden(data, override)
-    return parse_spec(data, source=str(path))
+    return parse_spec(data, source=str(path), overrides=overrides)
 
 
 def dump_spec(spec: Spec) -> str:

@@ -1,26 +1,53 @@
 """What a refused spec is told: one line a problem, with dotted path, value and the nearest key."""
 
 import difflib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 
 def describe_problems(
-    error: ValidationError, data: Any, root: type[BaseModel], *, source: str
+    error: ValidationError,
+    data: Any,
+    root: type[BaseModel],
+    *,
+    source: str,
+    overrides: Sequence[str] = (),
 ) -> str:
-    lines: dict[str, list[str]] = {}
+    """The problems by where they come from: `source`, or one of the `overrides` that data has."""
+    found: dict[tuple[str, str], list[str]] = {}
     for detail in error.errors(include_url=False):
         subject, complaint = _problem(detail, data, root)
-        complaints = lines.setdefault(subject, [])
+        origin = _origin(_path(detail["loc"], data), complaint, source, overrides)
+        complaints = found.setdefault((origin, subject), [])
         if complaint not in complaints:
             complaints.append(complaint)
-    # The branches of `int or "auto"` each complain of the same value: one line for both.
-    problems = [subject + _either(complaints) for subject, complaints in lines.items()]
+    lines: dict[str, list[str]] = {}
+    for (origin, subject), complaints in found.items():
+        # The branches of `int or "auto"` each complain of the same value: one line for both.
+        lines.setdefault(origin, []).append(subject + _either(complaints))
+    return "\n".join(f"{origin}: {_together(problems)}" for origin, problems in lines.items())
+
+
+def _together(problems: list[str]) -> str:
     if len(problems) == 1:
-        return f"{source}: {problems[0]}"
-    return f"{source}: {len(problems)} problems\n" + "\n".join(f"  {line}" for line in problems)
+        return problems[0]
+    return "\n  ".join([f"{len(problems)} problems", *problems])
+
+
+def _origin(path: list[str], complaint: str, source: str, overrides: Sequence[str]) -> str:
+    """The last override at `path` or above it; else the source, with the overrides below `path`
+    that the complaint speaks of: a rule about several settings."""
+    below = []
+    for override in reversed(overrides):
+        keys = override.partition("=")[0].strip().split(".")
+        if path[: len(keys)] == keys:
+            return f"--set {override!r}"
+        if keys[: len(path)] == path and re.search(rf"\b{re.escape(keys[-1])}\b", complaint):
+            below.insert(0, f"--set {override!r}")
+    return f"{source} with {', '.join(below)}" if below else source
 
 
 def _either(complaints: list[str]) -> str:

@@ -9,7 +9,6 @@ applies, as for an expert that got no token. Never does a step see another step'
 """
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate as running_sum
 
@@ -63,10 +62,14 @@ class GradientStream:
         self._squares: dict[tuple[int, int], Tensor] = {}
         self._required: int | None = None
         self._timeout_s = 0.0
-        self.fetches = 0
-        self.overlapped_fetches = 0
-        """Fetches that found later buckets not yet updated: the forward ran beside the update."""
-        self.waited_s = 0.0
+
+    @property
+    def buckets(self) -> int:
+        return len(self._buckets)
+
+    def buckets_before(self, version: int) -> int:
+        """How many buckets are not yet at `version`."""
+        return sum(arena.version(index) < version for index, arena in self._arena.items())
 
     def begin_step(self, *, version: int, timeout_s: float) -> None:
         """Forget the last step's gradients.
@@ -157,14 +160,6 @@ class GradientStream:
         """
         for piece in self._index.pieces(name, start, start + out.numel()):
             index, arena = piece.bucket.index, self._arena[piece.bucket.index]
-            asked = time.perf_counter()
             arena.wait_version(index, version, timeout_s=timeout_s)
-            self.waited_s += time.perf_counter() - asked
-            self.fetches += 1
-            self.overlapped_fetches += self._last_version() < version
             target = out[piece.start - start : piece.stop - start]
             arena.read_weights(index, version, piece.offset, target)
-
-    def _last_version(self) -> int:
-        last = self._buckets[-1].index
-        return self._arena[last].version(last)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch
+
 OTHER = "other"
 
 
@@ -40,6 +42,14 @@ def scope(name: str) -> Iterator[None]:
         for observer in observers:
             observer.left()
         _stack.names.pop()
+
+
+@contextmanager
+def operator_scope(name: str, device: torch.device) -> Iterator[None]:
+    """`scope(name)` in the dtypes that the operator writes down: autocast, off inside, would round
+    what it takes care to keep in fp32."""
+    with scope(name), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def current_scope() -> str:

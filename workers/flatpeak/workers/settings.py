@@ -12,6 +12,7 @@ from flatpeak.workers.dispatch.experts import read_layout
 from flatpeak.workers.dispatch.footprint import layer_sizes, smallest_budget
 from flatpeak.workers.errors import DoesNotFit, SpecError
 from flatpeak.workers.optimizer import AdamW
+from flatpeak.workers.support import ROUTER_BIAS
 
 if TYPE_CHECKING:
     from flatpeak.controller.spec import Spec
@@ -109,6 +110,17 @@ def check_dispatch_budget(spec: "Spec", model: PreTrainedModel) -> None:
         f"memory.dispatch.budget_bytes = {budget:,} is too little: {needs}. Set it to at least "
         f"{least:,}, or {fewer}"
     )
+
+
+def check_router_biases(spec: "Spec", model: PreTrainedModel) -> None:
+    """Raises SpecError when the job moves router biases that `model` does not have."""
+    rate = spec.train.router_bias_update_rate
+    if rate and not any(name.endswith(ROUTER_BIAS) for name, _ in model.named_buffers()):
+        raise SpecError(
+            f"train.router_bias_update_rate = {rate:g}, but the routers of {type(model).__name__} "
+            "have no selection bias, as those of deepseek_v3 do; set it to 0, and balance the "
+            "experts by train.router_aux_loss_coef"
+        )
 
 
 def _likely_device(spec: "Spec") -> torch.device:

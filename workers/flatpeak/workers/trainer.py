@@ -30,7 +30,7 @@ from flatpeak.workers.gradients import GradientStream, global_norm
 from flatpeak.workers.memory import PeakMeter
 from flatpeak.workers.model import LocalParameter, ShardedModel, shard_model
 from flatpeak.workers.parallel import Layout, make_groups
-from flatpeak.workers.partition import parts
+from flatpeak.workers.refresh import RefreshReport, WeightRefresh
 from flatpeak.workers.routers import auxiliary_coefficient, watch_routers
 from flatpeak.workers.settings import adamw_of, dispatch_of, samples_of, tokens_of
 
@@ -51,6 +51,7 @@ class StepResult:
     tokens: int
     seconds: float
     dispatch: DispatchReport
+    refresh: RefreshReport
     peaks: dict[str, int] = field(default_factory=dict)
     largest: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -77,6 +78,7 @@ class Trainer:
         self.sharded: ShardedModel
         self.source: SampleSource
         self._stream: GradientStream
+        self._refresh: WeightRefresh
         self._offload: CheckpointOffload
         self._accumulate, self._final = False, True
         self._reduced: Tensor | None = None
@@ -145,6 +147,9 @@ class Trainer:
                 arena.register()
         self._stream = GradientStream(own, mapped)
         self._device_update = self._make_device_update(own, mapped)
+        self._refresh = WeightRefresh(
+            self.sharded, self._stream, timeout_s=self.spec.cluster.step_timeout_s
+        )
         region = mapped[slab.actor].slab()[slab.offset : slab.offset + slab.nbytes]
         self._offload = CheckpointOffload(region, host_budget=slab.nbytes)
         self.sharded.model._set_gradient_checkpointing(
@@ -191,11 +196,12 @@ class Trainer:
         with self._metered():
             if self._meter is not None:
                 self._meter.reset_peaks()
-            self.refresh(version=step - 1)
+            self._refresh.begin(version=step - 1)
             self._stream.begin_step(version=step - 1, timeout_s=self.spec.cluster.step_timeout_s)
             self.sharded.load.begin_step()
             self.sharded.dispatched.begin_step()
             loss, targets, tokens = self._forward_backward(step)
+            refreshed = self._refresh.finish()
             grad_norm = self._finish_gradients()
         return StepResult(
             step=step,
@@ -205,35 +211,10 @@ class Trainer:
             tokens=tokens,
             seconds=time.perf_counter() - started,
             dispatch=self.sharded.dispatched.report,
+            refresh=refreshed,
             peaks=self._meter.peaks() if self._meter else {},
             largest=self._meter.largest_tensors() if self._meter and self._on_cpu() else {},
         )
-
-    def refresh(self, *, version: int) -> None:
-        """Takes the weights of `version` from the arenas. Collective over replica groups."""
-        timeout = self.spec.cluster.step_timeout_s
-        for module in self.sharded.fsdp_modules():
-            module.reshard()  # a gathered copy would hide the refreshed shard
-        for parameter in self.sharded.parameters:
-            own = parameter.flat[
-                parameter.own_start - parameter.start : parameter.own_stop - parameter.start
-            ]
-            self._stream.fetch(
-                parameter.name, parameter.own_start, own, version=version, timeout_s=timeout
-            )
-        for parameter in self.sharded.parameters:
-            self._share_with_replicas(parameter)
-
-    def _share_with_replicas(self, parameter: LocalParameter) -> None:
-        if parameter.rule == "bias":
-            dist.broadcast(parameter.tensor, src=0)
-        elif parameter.axis is not None and parameter.axis.replica_group is not None:
-            ranks = parameter.axis.replica_ranks
-            # Every replica cuts the same range into the same parts, so all agree on who sends what.
-            for part, owner in zip(
-                parameter.flat.tensor_split(_cuts(parameter, ranks)), ranks, strict=True
-            ):
-                dist.broadcast(part, src=owner, group=parameter.axis.replica_group)
 
     def open_samples(self) -> SampleSource:
         return samples_of(self.spec)
@@ -384,7 +365,3 @@ class Trainer:
 def _degree(value: "int | str") -> int:
     assert isinstance(value, int), "degrees are resolved before workers are placed"
     return value
-
-
-def _cuts(parameter: LocalParameter, ranks: tuple[int, ...]) -> list[int]:
-    return [stop for _, stop in parts(parameter.stop - parameter.start, len(ranks))[:-1]]

@@ -13,10 +13,10 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from flatpeak.workers.checkpoint.config_keys import unknown_keys
 from flatpeak.workers.errors import CheckpointError, InputError, SpecError
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_ACCEPTED_OLD_KEYS = ("rope_theta", "rope_scaling", "torch_dtype")
 
 
 def load_config(*, path: str | None, config: dict[str, Any] | None) -> PreTrainedConfig:
@@ -28,7 +28,8 @@ def load_config(*, path: str | None, config: dict[str, Any] | None) -> PreTraine
 
     Raises:
         CheckpointError: `path` or the file in it is missing, broken or not of a causal MoE model.
-        SpecError: The same of `config`, or not exactly one of the two was given.
+        SpecError: The same of `config`, or it has a key that nothing reads, or not exactly one of
+            the two was given.
     """
     if (path is None) == (config is None):
         raise SpecError(
@@ -39,7 +40,7 @@ def load_config(*, path: str | None, config: dict[str, Any] | None) -> PreTraine
         return _parse(_read_json(Path(path)), source=f"{path}/config.json", error=CheckpointError)
     assert config is not None
     parsed = _parse(config, source="the model config", error=SpecError)
-    _refuse_misspelt_keys(config, type(parsed))
+    _refuse_unknown_keys(config, parsed)
     return parsed
 
 
@@ -117,14 +118,12 @@ def _unknown_model_type(content: dict[str, Any]) -> str:
     return f"unknown model_type {kind!r}; {hint}"
 
 
-def _refuse_misspelt_keys(config: dict[str, Any], family: type[PreTrainedConfig]) -> None:
-    """A configuration class keeps any key it is given, so a misspelt size would be ignored.
-
-    Published files carry keys of their own, so only one near a real key that is absent is refused.
-    """
-    known = {*family().to_dict(), *family.attribute_map, *_ACCEPTED_OLD_KEYS}
-    for key in sorted(config.keys() - known):
-        if near := get_close_matches(key, known - config.keys(), n=1, cutoff=0.85):
-            raise SpecError(
-                f"{family.model_type} has no setting {key!r}; did you mean {near[0]!r}?"
-            )
+def _refuse_unknown_keys(content: dict[str, Any], parsed: PreTrainedConfig) -> None:
+    """Only of inline configurations: published files carry keys that nothing reads."""
+    unknown = list(unknown_keys(content, parsed))
+    if unknown:
+        problems = (f"no setting {key!r}, the nearest is {near!r}" for key, near in unknown)
+        raise SpecError(
+            f"model.config: {parsed.model_type} has {'; '.join(problems)}. Correct it, or leave it "
+            "out if it is meant for other software"
+        )

@@ -34,6 +34,7 @@ class SafetensorsFiles:
     """Every tensor of a checkpoint: its head (shape and dtype, a meta tensor) and its rows."""
 
     def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self.bytes_read = 0
         self.heads: dict[str, Tensor] = {}
         self._file_of: dict[str, Any] = {}
@@ -41,10 +42,18 @@ class SafetensorsFiles:
             self._open(directory / file, keys)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows of `key`; raises CheckpointError where one of them is not finite in fp32."""
         view = self._file_of[key].get_slice(key)
         # A whole tensor is asked for as such: the slice of a scalar is an error.
         tensor = view[...] if start == 0 and stop is None else view[start:stop]
         self.bytes_read += tensor.nbytes
+        # NaN is the least and the largest of all, so nothing the size of the rows is made.
+        if tensor.numel() and not torch.stack(tensor.aminmax()).float().isfinite().all():
+            count = tensor.numel() - int(tensor.float().isfinite().sum())
+            raise CheckpointError(
+                f"{key} in {self._directory}: {count} of the {tensor.numel()} numbers read first "
+                "are NaN or beyond float32; repair it, or copy it again from where it came"
+            )
         return tensor
 
     def _open(self, file: Path, keys: list[str] | None) -> None:

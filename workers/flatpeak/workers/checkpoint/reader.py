@@ -31,13 +31,14 @@ class CheckpointReader:
 
     Raises:
         CheckpointError: A file is missing or broken, or the tensors are not those of the model;
-            all missing and misshapen ones in one message. Unexpected ones are a warning.
+            all that are missing, misshapen or of whole numbers in one message. Unexpected ones are
+            a warning.
     """
 
     def __init__(self, path: str | Path, model_on_meta: PreTrainedModel) -> None:
         self._path = Path(path)
         self._model = copy.deepcopy(model_on_meta)
-        self._expected = {name: t.shape for name, t in self._model.state_dict().items()}
+        self._expected = self._model.state_dict()
         self._tied = tied_names(self._model)
         self._files = SafetensorsFiles(self._path)
         self._sources, unexpected = find_sources(self._files.heads, self._model)
@@ -59,8 +60,11 @@ class CheckpointReader:
         """Rows [start, stop) of dimension 0 of `name`, on the CPU, the caller's to keep.
 
         Takes the memory of these rows plus, where the file holds experts one by one, of one expert.
+
+        Raises:
+            CheckpointError: A number among them is NaN or infinite.
         """
-        assert 0 <= start <= stop <= self._expected[name][0], (name, start, stop)
+        assert 0 <= start <= stop <= self._expected[name].shape[0], (name, start, stop)
         source = self._source(name)
         if source.converter is None:
             (key,) = source.keys[source.pattern]
@@ -68,7 +72,7 @@ class CheckpointReader:
             return self._files.read(key, start, stop).clone()
         if not source.row_by_row:
             return self._convert(source, source.keys)[name][start:stop].clone()
-        rows = torch.empty(stop - start, *self._expected[name][1:], dtype=source.head.dtype)
+        rows = torch.empty(stop - start, *self._expected[name].shape[1:], dtype=source.head.dtype)
         for row, index in zip(rows, range(start, stop), strict=True):
             one = {pattern: [keys[index]] for pattern, keys in source.keys.items()}
             row.copy_(self._convert(source, one)[name][0])
@@ -89,6 +93,7 @@ class CheckpointReader:
 
     def _refuse_a_misfit(self, unexpected: list[str]) -> None:
         complaints = [line for name in self._expected for line in self._complaints(name)]
+        complaints = list(dict.fromkeys(complaints))  # one tensor may be a part of several
         extra = f"unexpected: {some(unexpected)}" if unexpected else ""
         kind = type(self._model).__name__
         if complaints:
@@ -100,15 +105,18 @@ class CheckpointReader:
             warnings.warn(f"{self._path} does not fit {kind}; {extra}", stacklevel=3)
 
     def _complaints(self, name: str) -> list[str]:
-        shape = self._expected[name]
+        shape = self._expected[name].shape
         if not any(n in self._sources for n in self._names_of(name)):
             return [f"{name} {list(shape)} is missing"]
-        source = self._sources.get(name)
-        if source is None or source.head.shape == shape:
+        source, found = self._sources.get(name), self._files.heads
+        if source is None:
+            return []
+        if self._expected[name].is_floating_point() and (whole := _whole_numbers(source, found)):
+            return whole
+        if source.head.shape == shape:
             return []
         # Blame single experts where the file holds them singly.
-        found = self._files.heads
-        wanted = published_tensors(name, self._expected[name], self._model)
+        wanted = published_tensors(name, shape, self._model)
         blamed = [
             f"{key} should be {list(head.shape)}, found "
             f"{list(found[key].shape) if key in found else 'nothing'}"
@@ -117,3 +125,12 @@ class CheckpointReader:
         ]
         partly = source.converter is not None and 0 < len(blamed) < len(wanted)
         return blamed if partly else [f"{name} should be {list(shape)}, found {source.describe()}"]
+
+
+def _whole_numbers(source: Source, found: Mapping[str, Tensor]) -> list[str]:
+    dtypes = {key: found[key].dtype for keys in source.keys.values() for key in keys}
+    return [
+        f"{key} should be floating point, found {str(dtype).removeprefix('torch.')}"
+        for key, dtype in dtypes.items()
+        if not dtype.is_floating_point
+    ]

@@ -4,13 +4,13 @@ A plan is a pure function of the gathered counts, in integers, so every rank der
 without another exchange.
 """
 
-import heapq
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,11 @@ import torch
 from flatpeak.workers.dispatch.options import DispatchOptions
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.partition import parts
+
+# Sizes that differ by less than this part of the capacity are alike to the planner.
+_ALIKE = 1 / 16
+
+_Entry = TypeVar("_Entry", tuple[int, int], tuple[int, int, int])
 
 # [E_p, E]: routes of each source rank to each expert.
 Counts = Sequence[Sequence[int]] | np.ndarray
@@ -180,16 +185,21 @@ def _level(
 
 
 class _Leveller:
-    """Routes on their way from overloaded ranks to ranks with room, one piece at a time."""
+    """Routes on their way from overloaded ranks to ranks with room, one piece at a time.
+
+    Of sizes that are alike, the one of the lowest number is taken: a handful of routes more or less
+    must not turn one plan into quite another, with other peaks.
+    """
 
     def __init__(self, native: DispatchPlan, capacity: int, max_foreign: int) -> None:
         self._native = native
         self._capacity = capacity
+        self._slack = int(_ALIKE * capacity)
         self._loads = list(native.loads)
         self._places = [max_foreign] * native.ranks
         self._kept = [pieces[0][1] if pieces else 0 for pieces in native.segments]
         self._moved: dict[int, list[tuple[int, int]]] = {}
-        # What each overloaded rank would give next, largest first: (-routes, owner, expert).
+        # What each overloaded rank would give next, smallest first: (routes, -owner, expert).
         self._offers: list[tuple[int, int, int]] = []
         # What each rank would take that has a foreign place, smallest first: (routes, -rank).
         self._rooms: list[tuple[int, int]] = []
@@ -202,26 +212,26 @@ class _Leveller:
         if room > 0 and self._places[rank]:
             insort(self._rooms, (room, -rank))
         elif room < 0 and natives:
-            heaviest = max(natives, key=self._kept.__getitem__)
-            routes = min(-room, self._kept[heaviest])
-            heapq.heappush(self._offers, (-routes, rank, heaviest))
+            kept = self._kept[natives.start : natives.stop]
+            heavy = max(kept) - self._slack
+            place = next(place for place, routes in enumerate(kept) if routes >= heavy)
+            insort(self._offers, (min(-room, kept[place]), -rank, natives[place]))
 
     def move(self, piece: int) -> bool:
-        """Give the largest offer, or what fits of it, to one rank. False if none is left to give.
+        """Give a largest offer, or what fits of it, to one rank. False if none is left to give.
 
         A rank takes an expert once: either it is full then, or nothing of the expert is left over.
         """
-        if not (self._offers and self._rooms and -self._offers[0][0] >= piece):
+        if not (self._offers and self._rooms and self._offers[-1][0] >= piece):
             return False
-        offer, owner, expert = heapq.heappop(self._offers)
-        # Large offers fill the emptiest rank; one that fits whole goes where it leaves least room.
-        tightest = bisect_left(self._rooms, (-offer, -self._native.ranks))
-        room, helper = self._rooms.pop(min(tightest, len(self._rooms) - 1))
-        helper = -helper
+        least = max(piece, self._offers[-1][0] - self._slack)
+        offer, owner, expert = _lowest(self._offers, bisect_left(self._offers, (least,)))
+        room, helper = self._take_room(offer)
+        owner, helper = -owner, -helper
         # Room beside a rank's last foreign expert is lost to other owners, so that one fills it. An
         # owner that gives more than its overflow for this has room itself, and places of its own.
         fills = self._places[helper] == 1 and self._offers
-        routes = min(self._kept[expert] if fills else -offer, max(room, piece))
+        routes = min(self._kept[expert] if fills else offer, max(room, piece))
         self._places[helper] -= 1
         self._kept[expert] -= routes
         self._loads[owner] -= routes
@@ -231,6 +241,14 @@ class _Leveller:
         self._queue(helper)
         return True
 
+    def _take_room(self, offer: int) -> tuple[int, int]:
+        """Large offers fill the emptiest rank; one that fits whole goes where it leaves least."""
+        tightest = bisect_left(self._rooms, (offer,))
+        if tightest < len(self._rooms):
+            most = self._rooms[tightest][0] + self._slack
+            return _lowest(self._rooms, tightest, bisect_right(self._rooms, (most, 1)))
+        return _lowest(self._rooms, bisect_left(self._rooms, (self._rooms[-1][0] - self._slack,)))
+
     def plan(self) -> DispatchPlan:
         segments = list(self._native.segments)
         for expert, pieces in self._moved.items():
@@ -238,3 +256,9 @@ class _Leveller:
             kept = [(owner, self._kept[expert])] if self._kept[expert] else []
             segments[expert] = tuple(sorted(pieces + kept))
         return DispatchPlan(self._native.ranks, tuple(segments))
+
+
+def _lowest(entries: list[_Entry], start: int, stop: int | None = None) -> _Entry:
+    """Take the entry of the lowest rank, which is negative, among entries [start, stop)."""
+    stop = len(entries) if stop is None else stop
+    return entries.pop(max(range(start, stop), key=lambda place: entries[place][1]))

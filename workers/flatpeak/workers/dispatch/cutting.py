@@ -6,7 +6,7 @@ Each rank asks for a cut from its own sizes; the finest that any of them asks fo
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, isqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -78,7 +78,25 @@ def first_cut(tokens: int, options: DispatchOptions) -> Cut:
     if options.tokens_per_chunk is None:
         return Cut(1)
     wanted = max(1, ceil(tokens / options.tokens_per_chunk))
-    return Cut(min(wanted, options.max_chunks))
+    return Cut(min(_apart_from_periods(wanted), options.max_chunks))
+
+
+def _apart_from_periods(steps: int) -> int:
+    """The least number from `steps` on that is 1, 2 or a power of one odd prime.
+
+    What repeats in the layer with a period, as rows of one length do, then spreads over all chunks
+    alike, unless the period is a multiple of that prime: few are, and of 2 nearly all.
+    """
+    while steps > 2 and (steps % 2 == 0 or not _is_prime_power(steps)):
+        steps += 1
+    return steps
+
+
+def _is_prime_power(number: int) -> bool:
+    least = next((d for d in range(2, isqrt(number) + 1) if number % d == 0), number)
+    while number % least == 0:
+        number //= least
+    return number == 1
 
 
 class Demand(NamedTuple):
@@ -113,7 +131,7 @@ class Bounds:
                 cut.steps + 1,
                 key=lambda s: self._holds(_estimate(extent, cut.steps, s)),
             )
-            return Demand(steps, 1)
+            return Demand(min(_apart_from_periods(steps), tokens), 1)
         if cut.groups < extent.ranks:
             return Demand(cut.steps, min(extent.ranks, 2 * cut.groups))
         assert self.footprint is not None, f"{extent} exceeds a cap of rows with one sender"

@@ -9,7 +9,7 @@ from flatpeak.workers.errors import InputError
 @dataclass(frozen=True, kw_only=True)
 class DispatchOptions:
     tokens_per_chunk: int | None = None
-    """Tokens of one rank that are on their way at once; None takes the whole layer as one chunk.
+    """Most tokens of one rank that are on their way at once; None takes the layer as one chunk.
     Peak memory falls with it, time rises."""
     max_chunks: int = 64
     """At most this many chunks follow from `tokens_per_chunk`; the budget and `receive_rows` may

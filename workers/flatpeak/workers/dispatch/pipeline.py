@@ -23,7 +23,7 @@ from flatpeak.workers.dispatch.routing import Group, Routing
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.partition import part
 from flatpeak.workers.recompute import decide_once, is_checkpointed, is_recomputing
-from flatpeak.workers.scopes import scope
+from flatpeak.workers.scopes import operator_scope
 
 _ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 GradSink = Callable[[nn.Parameter, torch.Tensor], None]
@@ -201,7 +201,7 @@ class _Dispatch(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.layer = layer
         saved = (hidden, expert_ids, expert_weights, *parameters)
-        with scope("dispatch"), _as_given(hidden):
+        with operator_scope("dispatch", hidden.device):
             ctx.routing = layer.agree(hidden, expert_ids, expert_weights)
             if layer.on_routing is not None and not is_recomputing():
                 layer.on_routing(ctx.routing)
@@ -223,7 +223,7 @@ class _Dispatch(torch.autograd.Function):
         layer: _Layer = ctx.layer
         hidden, expert_ids, expert_weights, *rest = ctx.saved_tensors
         parameters, kept = rest[: len(layer.parameters)], rest[len(layer.parameters) :]
-        with scope("dispatch"), _as_given(hidden):
+        with operator_scope("dispatch", hidden.device):
             # The pass and its buffers are gone when the gradients are handed on.
             d_hidden, d_weights, gradients = Backward(
                 layer,
@@ -243,11 +243,6 @@ class _Dispatch(torch.autograd.Function):
                 if gradient is not None:  # one at a time, so that two sets of them never live
                     delivered[place] = gradient.to(parameter.dtype)
             return None, None, d_hidden, None, d_weights, *delivered
-
-
-def _as_given(hidden: torch.Tensor) -> torch.autocast:
-    """Autocast would round what the passes take care to keep in fp32."""
-    return torch.autocast(hidden.device.type, enabled=False)
 
 
 def _hand_over(

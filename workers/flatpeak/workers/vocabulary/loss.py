@@ -3,8 +3,7 @@
 The derivation is in README.md beside this file.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from flatpeak.workers.partition import parts
-from flatpeak.workers.scopes import scope
+from flatpeak.workers.scopes import operator_scope, scope
 from flatpeak.workers.vocabulary.agreement import Inputs, check_facts, gather_facts
 from flatpeak.workers.vocabulary.meetings import Backward, Plan, states_of
 from flatpeak.workers.vocabulary.objective import Objective
@@ -132,7 +131,7 @@ def ring_log_probs(
         ),
         group,
     )
-    with torch.no_grad(), _computing(hidden):
+    with torch.no_grad(), operator_scope("vocabulary", hidden.device):
         states = states_of(plan, hidden, targets, weight_shard, moments=True)
         m, z, y, _, e = states.unbind(1)
         lse = z.log().add_(m)
@@ -198,7 +197,7 @@ class _RingCrossEntropy(torch.autograd.Function):
         call: _Call,
     ) -> Tensor:
         objective = call.plan.objective
-        with _computing(hidden):
+        with operator_scope("vocabulary", hidden.device):
             states = states_of(call.plan, hidden, targets, shard, moments=objective.needs_moments)
             lse = states[:, 1].log().add_(states[:, 0])
             losses = call.weighted(objective.losses(states, lse), targets, token_weights).float()
@@ -211,7 +210,7 @@ class _RingCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, targets, shard, token_weights, lse = ctx.saved_tensors
         call: _Call = ctx.call
-        with _computing(hidden):
+        with operator_scope("vocabulary", hidden.device):
             d_hidden, d_shard = Backward(
                 plan=call.plan,
                 hidden=hidden,
@@ -232,10 +231,3 @@ class _RingCrossEntropy(torch.autograd.Function):
                 None,
                 None,
             )
-
-
-@contextmanager
-def _computing(hidden: Tensor) -> Iterator[None]:
-    """In the vocabulary's scope, and in the dtypes that are written here, whatever autocast."""
-    with scope("vocabulary"), torch.autocast(hidden.device.type, enabled=False):
-        yield

@@ -1,0 +1,343 @@
+"""The host's update of AdamW buckets beside the memory's bandwidth, torch and DeepSpeed.
+
+All sides update the same bf16 weights with fp32 masters and moments and take turns bucket by
+bucket, so that a busy machine is busy for all; the serial side takes its whole state at once. Ours
+is `update_bucket` on an arena with fp32 gradients, and the same pass with bf16 gradients. Torch and
+DeepSpeed update fp32 parameters and cast the weights, and bf16 gradients first. Nobody clips.
+
+A bandwidth counts what an update has to move, once a byte: 12 bytes of state read and 12 written,
+2 of weights written, and 4 or 2 of gradient read. The stream is the best of copy (8 bytes an
+element) and triad (12), by torch and by a loop with streaming stores, over as many elements; use
+many times the last cache.
+"""
+
+import math
+import os
+import secrets
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from ctypes import c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatpeak.controller.bench import check_ranges
+from flatpeak.kernels.adamw import Coefficients, adamw, reference
+from flatpeak.kernels.adamw.build import CannotBuild, load_library
+from flatpeak.kernels.adamw.host import same_bits
+from flatpeak.workers.arena import SUFFIX, Arena
+from flatpeak.workers.buckets import Bucket, Range, Shard, cut_buckets
+from flatpeak.workers.optimizer import AdamW, OptimizerCore, update_bucket
+
+DEFAULTS = {
+    "parameters": 67_108_864,
+    "bucket": 4_194_304,
+    "threads": 0,  # 0 takes every CPU that this process may use
+    "repeats": 15,
+}
+LR = 1e-3
+SETTINGS = AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+CHECKED_UPDATES = 2
+# Of the masters' moves: baselines round elsewhere than we do.
+TOLERANCE = 1e-3
+STREAM = Path(__file__).with_name("stream.cpp")
+Update = Callable[[], object]
+State = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Side:
+    """`pieces` together are one update of all parameters, or one pass of a stream.
+
+    `state` gives bucket i's master, moments and weights; a stream has none. `ours` is held to the
+    bits of the reference.
+    """
+
+    name: str
+    gradient: str | None
+    nbytes: int
+    pieces: list[Update]
+    state: Callable[[int], State] | None = None
+    ours: bool = False
+
+
+def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
+    least = {"parameters": 16, "bucket": 16, "threads": 0, "repeats": 1}
+    check_ranges(config, {name: (value, math.inf) for name, value in least.items()})
+    before = torch.get_num_threads()
+    torch.set_num_threads(config["threads"] or len(os.sched_getaffinity(0)))
+    try:
+        with make_arena(config) as arena, torch.no_grad():
+            return compare(arena, config)
+    finally:
+        torch.set_num_threads(before)
+
+
+def compare(arena: Arena, config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
+    updates = [*arena_sides(arena), *torch_sides(arena)]
+    errors = {side.name: error(side, arena) for side in updates}
+    exact = all(errors[side.name] <= (0.0 if side.ours else TOLERANCE) for side in updates)
+    sides = [*updates, *stream_sides(config["parameters"], len(arena.buckets))]
+    seconds = take_turns(sides, config["repeats"]) if exact else {}
+    rows = [
+        row_of(side, config["parameters"], errors.get(side.name), seconds.get(side.name))
+        for side in sides
+    ]
+    return exact, rows, ratios(rows) if exact else {}
+
+
+def ratios(rows: list[dict]) -> dict[str, float | None]:
+    """Of `update_bucket` with the arena's fp32 gradients, and of the same pass with bf16 ones."""
+    found = {row["side"]: row for row in rows}
+    stream = max(row["gb_per_s"] for row in rows if row["side"].startswith("stream"))
+    ours, narrow = found["update_bucket"], found["one pass, bf16"]
+
+    def time_against(row: dict, side: str) -> float | None:
+        return row["seconds"] / found[side]["seconds"] if side in found else None
+
+    return {
+        "bandwidth_fraction": ours["gb_per_s"] / stream,
+        "bandwidth_fraction_bf16_gradient": narrow["gb_per_s"] / stream,
+        "time_vs_torch_fused": time_against(ours, "torch fused"),
+        "time_vs_torch_fused_bf16_gradient": time_against(narrow, "torch fused, bf16"),
+        "time_vs_deepspeed": time_against(ours, "DeepSpeedCPUAdam"),
+        "time_vs_serial_offload": time_against(narrow, "serial offload"),
+    }
+
+
+# Sides
+
+
+def make_arena(config: dict) -> Arena:
+    shards = [Shard(Range("p", 0, config["parameters"]), 0, "bfloat16", True)]
+    buckets = cut_buckets(
+        shards, bucket_parameters=config["bucket"], actors_of_rank=lambda rank: [0]
+    )
+    shared = Path("/dev/shm")
+    folder = shared if shared.is_dir() else Path(tempfile.gettempdir())
+    path = folder / f"flatpeak-bench-{secrets.token_hex(4)}{SUFFIX}"
+    arena = Arena.create(path, run="bench", buckets=buckets, spare_frames=2)
+    arena.unlink()  # mapped, it needs no name
+    return arena
+
+
+def initial(bucket: Bucket) -> tuple[Tensor, Tensor]:
+    """Masters, and gradients in bf16, each [size]."""
+    make = torch.Generator().manual_seed(bucket.index)
+    gradient = 1e-3 * torch.randn(bucket.size, generator=make)
+    return 0.02 * torch.randn(bucket.size, generator=make), gradient.bfloat16()
+
+
+def coefficients(updates: int) -> Coefficients:
+    return Coefficients.of(
+        updates=updates,
+        lr=LR,
+        betas=SETTINGS.betas,
+        eps=SETTINGS.eps,
+        decay=SETTINGS.weight_decay,
+    )
+
+
+def arena_sides(arena: Arena) -> list[Side]:
+    """They share the arena, which is loaded anew when each is checked."""
+    buckets, n = arena.buckets, sum(bucket.size for bucket in arena.buckets)
+    narrow = [initial(bucket)[1] for bucket in buckets]
+    for bucket, gradient in zip(buckets, narrow, strict=True):
+        arena.gradient(bucket.index).copy_(gradient)
+
+    def whole(i: int) -> None:
+        step = arena.version(i) + 1
+        update_bucket(arena, i, step=step, lr=LR, clip_factor=1.0, settings=SETTINGS)
+
+    def one_pass(i: int) -> None:
+        old, new = arena.frame(i), arena.begin_update(i)
+        c = coefficients(arena.updates(i) + 1)
+        adamw(*old.state, narrow[i], *new.state, new.weights, c)
+        arena.commit_update(i, arena.version(i) + 1)
+
+    def state(i: int) -> State:
+        frame = arena.frame(i)
+        return *frame.state, frame.weights
+
+    indices = range(len(buckets))
+    return [
+        Side(
+            "update_bucket", "fp32", 30 * n, [partial(whole, i) for i in indices], state, ours=True
+        ),
+        Side(
+            "one pass, bf16",
+            "bf16",
+            28 * n,
+            [partial(one_pass, i) for i in indices],
+            state,
+            ours=True,
+        ),
+    ]
+
+
+def torch_sides(arena: Arena) -> list[Side]:
+    options = {"lr": LR, "betas": SETTINGS.betas, "eps": SETTINGS.eps, "weight_decay": 0.1}
+    fused = partial(torch.optim.AdamW, fused=True, **options)
+    buckets = arena.buckets
+    sides = [
+        optimizer_side("torch fused", fused, [[b] for b in buckets], "fp32"),
+        optimizer_side("torch fused, bf16", fused, [[b] for b in buckets], "bf16"),
+        optimizer_side("serial offload", partial(torch.optim.AdamW, **options), [buckets], "bf16"),
+    ]
+    if find_spec("deepspeed") is not None:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
+
+        theirs = partial(DeepSpeedCPUAdam, adamw_mode=True, **options)
+        sides.append(optimizer_side("DeepSpeedCPUAdam", theirs, [[b] for b in buckets], "fp32"))
+    return sides
+
+
+def optimizer_side(
+    name: str, make: Callable[..., Any], groups: Sequence[Sequence[Bucket]], gradient: str
+) -> Side:
+    """One fp32 parameter and optimizer for each group of buckets, and its weights in bf16."""
+    pieces, states = [], {}
+    for group in groups:
+        masters, gradients = zip(*map(initial, group), strict=True)
+        narrow = torch.cat(gradients)
+        p = torch.nn.Parameter(torch.cat(masters))
+        p.grad = narrow.float()
+        optimizer, weights = make([p]), torch.empty_like(p, dtype=torch.bfloat16)
+        source = narrow if gradient == "bf16" else None
+        pieces.append(partial(step_and_cast, optimizer, p, source, weights))
+        start = 0
+        for bucket in group:
+            part = slice(start, start + bucket.size)
+            states[bucket.index] = partial(state_of, optimizer, p, weights, part)
+            start += bucket.size
+    n = sum(bucket.size for group in groups for bucket in group)
+    moved = 24 + 2 + (2 if gradient == "bf16" else 4)
+    return Side(name, gradient, moved * n, pieces, lambda i: states[i]())
+
+
+def step_and_cast(optimizer: Any, p: Tensor, gradient: Tensor | None, weights: Tensor) -> None:
+    if gradient is not None:
+        assert p.grad is not None
+        p.grad.copy_(gradient)
+    optimizer.step()
+    weights.copy_(p)
+
+
+def state_of(optimizer: Any, p: Tensor, weights: Tensor, part: slice) -> State:
+    held = optimizer.state[p]
+    return p[part], held["exp_avg"][part], held["exp_avg_sq"][part], weights[part]
+
+
+def stream_sides(parameters: int, count: int) -> list[Side]:
+    size = max(16, parameters // count // 16 * 16)
+    to, a, b = (torch.ones(count, size) for _ in range(3))
+    copies = [partial(to[i].copy_, a[i]) for i in range(count)]
+    triads = [partial(torch.add, a[i], b[i], alpha=3.0, out=to[i]) for i in range(count)]
+    sides = [
+        Side("stream copy, torch", None, 8 * to.numel(), copies),
+        Side("stream triad, torch", None, 12 * to.numel(), triads),
+    ]
+    try:
+        library = load_library(STREAM)
+    except CannotBuild as error:
+        print(f"no streaming stores in the measured bandwidth: {error}")
+        return sides
+
+    def streaming(function: Any, i: int, *arrays: Tensor) -> None:
+        addresses = [c_void_p(array[i].data_ptr()) for array in arrays]
+        function(c_int64(size), c_int(torch.get_num_threads()), *addresses)
+
+    copies = [partial(streaming, library.stream_copy, i, to, a) for i in range(count)]
+    triads = [partial(streaming, library.stream_triad, i, to, a, b) for i in range(count)]
+    return [
+        *sides,
+        Side("stream copy, streaming", None, 8 * to.numel(), copies),
+        Side("stream triad, streaming", None, 12 * to.numel(), triads),
+    ]
+
+
+# Measuring
+
+
+def error(side: Side, arena: Arena) -> float:
+    """The largest error of a master, in moves of the learning rate, after a few updates.
+
+    For a side of ours NaN unless every bit of state and weights is the reference's.
+    """
+    assert side.state is not None, f"{side.name} updates nothing"
+    if side.ours:
+        core = OptimizerCore(arena, SETTINGS)
+        for bucket in arena.buckets:
+            for moment in arena.frame(bucket.index).state[1:]:
+                moment.zero_()
+        core.load(Range("p", 0, sum(b.size for b in arena.buckets)), whole_masters(arena))
+        core.commit_load(core.step + 1, updates=0)
+    for _ in range(CHECKED_UPDATES):
+        for piece in side.pieces:
+            piece()
+    worst = 0.0
+    for bucket in arena.buckets:
+        expected, found = expected_state(bucket), side.state(bucket.index)
+        if side.ours and not all(map(same_bits, found, expected)):
+            return math.nan
+        worst = max(worst, ((found[0] - expected[0]).abs().max() / LR).item())
+        if not torch.equal(found[3], found[0].bfloat16()):
+            return math.nan
+    return worst
+
+
+def whole_masters(arena: Arena) -> Tensor:
+    return torch.cat([initial(bucket)[0] for bucket in arena.buckets])
+
+
+def expected_state(bucket: Bucket) -> State:
+    master, gradient = initial(bucket)
+    exp_avg, exp_avg_sq = torch.zeros_like(master), torch.zeros_like(master)
+    weights = torch.empty_like(gradient)
+    state = master, exp_avg, exp_avg_sq
+    for updates in range(1, CHECKED_UPDATES + 1):
+        reference.adamw(*state, gradient, *state, weights, coefficients(updates))
+    return *state, weights
+
+
+def take_turns(sides: list[Side], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each side's passes: piece by piece, the sides in another order each time."""
+    seconds = {side.name: [0.0] * repeats for side in sides}
+    turns = max(len(side.pieces) for side in sides)
+    order = deque(enumerate(sides))
+    for repeat in range(repeats):
+        for turn in range(turns):
+            for place, side in order:
+                count = len(side.pieces)
+                if turn < count:
+                    # Sides that share memory are at different pieces: caches would help one.
+                    piece = side.pieces[(turn + place * count // len(sides)) % count]
+                    begin = time.perf_counter()
+                    piece()
+                    seconds[side.name][repeat] += time.perf_counter() - begin
+            order.rotate()
+    return seconds
+
+
+def row_of(
+    side: Side, parameters: int, error: float | None, seconds: list[float] | None
+) -> dict[str, Any]:
+    median = statistics.median(seconds) if seconds else None
+    return {
+        "side": side.name,
+        "gradient": side.gradient,
+        "bytes_per_parameter": side.nbytes / parameters,
+        "seconds": median,
+        "seconds_min": min(seconds) if seconds else None,
+        "seconds_max": max(seconds) if seconds else None,
+        "gb_per_s": side.nbytes / median / 1e9 if median else None,
+        "error": error,
+    }

@@ -1,0 +1,107 @@
+"""The forward pass of a step runs while the buckets of the step before are still updated."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from flatpeak.controller.spec import Spec
+from flatpeak.workers.errors import WaitTimeout
+from flatpeak.workers.optimizer import OptimizerCore
+from flatpeak.workers.support import decoder_of
+from flatpeak.workers.trainer import StepResult
+from local_run import LocalRun, job, tiny_spec, train_locally
+from ranks import run_ranks
+from tiny_models import tiny_content
+
+
+def first_bucket_of(run: LocalRun, layer: int) -> int:
+    """The first that has nothing of the layers below."""
+    buckets = run.core.buckets if run.core is not None else ()
+    prefix = f"model.layers.{layer}."
+    return min(b.index for b in buckets if all(r.name.startswith(prefix) for r in b.ranges))
+
+
+class LateOptimizer(threading.Thread):
+    """Applies a run's last step, but holds back buckets from `first` on until `release`."""
+
+    def __init__(self, run: LocalRun, *, first: int, release: threading.Event) -> None:
+        super().__init__(daemon=True)
+        self.run_, self.first, self.release = run, first, release
+        self.released = True
+
+    def run(self) -> None:
+        core, held_back = self.run_.core, self.first
+        assert core is not None
+        update = OptimizerCore._update_bucket
+
+        def late(bucket, *args):
+            if bucket.index == held_back:
+                self.released = self.release.wait(30)
+            update(core, bucket, *args)
+
+        core._update_bucket = late
+        self.run_.apply()
+        del core._update_bucket
+
+
+def _two_steps(rank: int, spec: Spec, folder: str) -> tuple[list[StepResult], bool]:
+    """The buckets of the last layer are not updated before the layer below it was called."""
+    run = LocalRun(rank, spec, folder)
+    run.forward_and_backward()
+    layers = decoder_of(run.trainer.sharded.model).layers
+    called = threading.Event()
+    optimizer = None
+    if run.core is not None:
+        first = first_bucket_of(run, len(layers) - 1)
+        optimizer = LateOptimizer(run, first=first, release=called)
+    dist.barrier()
+    if optimizer is not None:
+        optimizer.start()
+    layers[-2].register_forward_hook(lambda *_: called.set())
+    run.forward_and_backward()
+    if optimizer is not None:
+        optimizer.join()
+    run.close()
+    return run.outcome.results, optimizer is None or optimizer.released
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen3_moe", (1, 1, 1, 1)), ("deepseek_v3", (2, 1, 1, 1)), ("qwen3_moe", (2, 2, 2, 2))],
+    ids=str,
+)
+def test_a_layer_runs_while_the_buckets_of_later_layers_are_not_updated(
+    family: str, layout: tuple[int, ...], tmp_path: Path
+):
+    train = {"microbatches": 2, "steps": 2}
+    spec = job(family, layout, train=train, memory={"optimizer": {"bucket_parameters": 500}})
+    wanted = train_locally(spec, tmp_path).results
+    for results, released in run_ranks(layout[0], _two_steps, spec, str(tmp_path)):
+        assert released
+        assert [r.loss for r in results] == [r.loss for r in wanted]
+        assert [r.grad_norm for r in results] == [r.grad_norm for r in wanted]
+        first, second = (result.refresh for result in results)
+        assert first.overlapped_buckets == 0
+        assert 0 < second.overlapped_buckets < second.buckets
+
+
+def _never_updated(rank: int, spec: Spec, folder: str) -> str:
+    run = LocalRun(rank, spec, folder)
+    run.forward_and_backward()
+    run.step += 1
+    with pytest.raises(WaitTimeout) as late:
+        run.trainer.step(run.step)
+    run.close()
+    return str(late.value)
+
+
+def test_weights_that_never_come_are_waited_for_no_longer_than_a_step_may_take(tmp_path: Path):
+    spec = tiny_spec(
+        tiny_content("qwen3_moe", vocab_size=257),
+        cluster={"workers": 1, "step_timeout_s": 1},
+        parallel={"sequence": 1, "expert": 1, "vocabulary": 1},
+    )
+    (message,) = run_ranks(1, _never_updated, spec, str(tmp_path))
+    assert "optimizer actor 0 did not reach version 1 within 1 s" in message
