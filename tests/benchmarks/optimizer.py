@@ -2,7 +2,7 @@
 
 All sides update the same bf16 weights with fp32 masters and moments and take turns bucket by
 bucket, so that a busy machine is busy for all; the serial side takes its whole state at once. Ours
-is `update_bucket` on an arena, and the same pass with bf16 gradients; the others have fp32 ones only
+is `update_bucket` on an arena, and the same pass with bf16 gradients; the others have fp32 ones
 and cast the weights once they have updated the masters. Nobody clips.
 
 A bandwidth counts what an update has to move, once a byte: 12 bytes of state read and 12 written,
@@ -18,7 +18,8 @@ import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import partial
@@ -72,11 +73,17 @@ class Side:
 def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
     least = {"parameters": 16, "bucket": 16, "threads": 0, "repeats": 1}
     check_ranges(config, {name: (value, math.inf) for name, value in least.items()})
+    count = config["threads"] or len(os.sched_getaffinity(0))
+    with threads(count), make_arena(config) as arena, torch.no_grad():
+        return compare(arena, config)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(config["threads"] or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(count)
     try:
-        with make_arena(config) as arena, torch.no_grad():
-            return compare(arena, config)
+        yield
     finally:
         torch.set_num_threads(before)
 
@@ -270,7 +277,9 @@ def error(side: Side, arena: Arena) -> float:
             piece()
     worst = 0.0
     for bucket in arena.buckets:
-        expected, found = expected_state(bucket), side.state(bucket.index)
+        with threads(1):  # the reference is many small operations, which a busy machine holds up
+            expected = expected_state(bucket)
+        found = side.state(bucket.index)
         if side.ours and not all(map(same_bits, found, expected)):
             return math.nan
         worst = max(worst, ((found[0] - expected[0]).abs().max() / LR).item())
