@@ -6,9 +6,8 @@ is `update_bucket` on an arena, and the same pass with bf16 gradients; the other
 and cast the weights once they have updated the masters. Nobody clips.
 
 A bandwidth counts what an update has to move, once a byte: 12 bytes of state read and 12 written,
-2 of weights written, and 4 or 2 of gradient read. The stream is the best of copy (8 bytes an
-element) and triad (12), by torch and by a loop with streaming stores, over as many elements; use
-many times the last cache.
+2 of weights written, and 4 or 2 of gradient read. The stream is the best of copy and triad, by torch
+and by a loop with streaming stores, over as many bytes as an update; use many times the last cache.
 """
 
 import math
@@ -228,31 +227,52 @@ def state_of(optimizer: Any, p: Tensor, weights: Tensor, part: slice) -> State:
 
 
 def stream_sides(parameters: int, count: int) -> list[Side]:
-    size = max(16, parameters // count // 16 * 16)
-    to, a, b = (torch.ones(count, size) for _ in range(3))
-    copies = [partial(to[i].copy_, a[i]) for i in range(count)]
-    triads = [partial(torch.add, a[i], b[i], alpha=3.0, out=to[i]) for i in range(count)]
+    # As many bytes as an update, since a busy machine takes its time to start a piece.
+    floats = max(96, 30 * parameters // count // 4 // 96 * 96)
+    pool = torch.ones(count, floats)
+    nbytes, pieces = pool.nbytes, [Streams(each) for each in pool]
     sides = [
-        Side("stream copy, torch", None, 8 * to.numel(), copies),
-        Side("stream triad, torch", None, 12 * to.numel(), triads),
+        Side("stream copy, torch", None, nbytes, [each.copy for each in pieces]),
+        Side("stream triad, torch", None, nbytes, [each.triad for each in pieces]),
     ]
     try:
         library = load_library(STREAM)
     except CannotBuild as error:
         print(f"no streaming stores in the measured bandwidth: {error}")
         return sides
-
-    def streaming(function: Any, i: int, *arrays: Tensor) -> None:
-        addresses = [c_void_p(array[i].data_ptr()) for array in arrays]
-        function(c_int64(size), c_int(torch.get_num_threads()), *addresses)
-
-    copies = [partial(streaming, library.stream_copy, i, to, a) for i in range(count)]
-    triads = [partial(streaming, library.stream_triad, i, to, a, b) for i in range(count)]
+    copies = [partial(each.streaming_copy, library) for each in pieces]
+    triads = [partial(each.streaming_triad, library) for each in pieces]
     return [
         *sides,
-        Side("stream copy, streaming", None, 8 * to.numel(), copies),
-        Side("stream triad, streaming", None, 12 * to.numel(), triads),
+        Side("stream copy, streaming", None, nbytes, copies),
+        Side("stream triad, streaming", None, nbytes, triads),
     ]
+
+
+class Streams:
+    """Passes over the halves or thirds of one array; each reads or writes all of it once."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.halves, self.thirds = memory.chunk(2), memory.chunk(3)
+
+    def copy(self) -> None:
+        to, a = self.halves
+        to.copy_(a)
+
+    def triad(self) -> None:
+        to, a, b = self.thirds
+        torch.add(a, b, alpha=3.0, out=to)
+
+    def streaming_copy(self, library: Any) -> None:
+        self._stream(library.stream_copy, self.halves)
+
+    def streaming_triad(self, library: Any) -> None:
+        self._stream(library.stream_triad, self.thirds)
+
+    @staticmethod
+    def _stream(function: Any, arrays: Sequence[Tensor]) -> None:
+        addresses = [c_void_p(array.data_ptr()) for array in arrays]
+        function(c_int64(len(arrays[0])), c_int(torch.get_num_threads()), *addresses)
 
 
 # Measuring
