@@ -6,8 +6,9 @@ is `update_bucket` on an arena, and the same pass with bf16 gradients; the other
 and cast the weights once they have updated the masters. Nobody clips.
 
 A bandwidth counts what an update has to move, once a byte: 12 bytes of state read and 12 written,
-2 of weights written, and 4 or 2 of gradient read. The stream is the best of copy and triad, by torch
-and by a loop with streaming stores, over as many bytes as an update; use many times the last cache.
+2 of weights written, and 4 or 2 of gradient read. The stream is the best of copy and triad, by
+torch and by a loop with streaming stores, over as many bytes as an update; use many times the last
+cache.
 """
 
 import math
