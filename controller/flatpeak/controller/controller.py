@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,7 @@ class Controller:
             device_budget_bytes=self.spec.memory.device_budget_bytes,
             dispatch=worst_of(result.dispatch for result in results).figures()
             | {"budget_bytes": dispatch_budget_of(self.spec)},
+            boundaries=_largest_of([asdict(result.boundaries) for result in results]),
             skipped=not first.usable,
             first_sample=ids[0],
             last_sample=ids[-1],
@@ -325,10 +327,10 @@ class Controller:
         return f"it had finished step {result.step} with peaks in bytes: {peaks or 'not measured'}"
 
 
-def _largest_of(peaks: list[dict[str, int]]) -> dict[str, int]:
-    """The worst rank of every component."""
-    names = sorted({name for rank in peaks for name in rank})
-    return {name: max(rank.get(name, 0) for rank in peaks) for name in names}
+def _largest_of(ranks: list[dict[str, int]]) -> dict[str, int]:
+    """The worst rank of every component or figure."""
+    names = sorted({name for rank in ranks for name in rank})
+    return {name: max(rank.get(name, 0) for rank in ranks) for name in names}
 
 
 def _larger_shapes(

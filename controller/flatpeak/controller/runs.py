@@ -60,6 +60,8 @@ class StepRecord:
     """The bound on the total, as the spec has it."""
     dispatch: dict[str, float | None] = field(default_factory=dict)
     """The figures of a `DispatchReport` on all ranks, and the budget of its bytes."""
+    boundaries: dict[str, int] = field(default_factory=dict)
+    """The figures of the step's `BoundaryStats`, each of the rank where it was highest."""
     skipped: bool = False
     first_sample: int
     last_sample: int

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.batches import Microbatch, SampleSource, read_step
-from flatpeak.workers.boundaries import CheckpointOffload, slab_bytes
+from flatpeak.workers.boundaries import BoundaryStats, CheckpointOffload, slab_bytes
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.checkpoint import build_meta_model, load_config
 from flatpeak.workers.dispatch import DispatchReport
@@ -49,6 +49,7 @@ class StepResult:
     tokens: int
     seconds: float
     dispatch: DispatchReport
+    boundaries: BoundaryStats
     peaks: dict[str, int] = field(default_factory=dict)
     largest: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -76,6 +77,7 @@ class Trainer:
         self.source: SampleSource
         self._stream: GradientStream
         self._offload: CheckpointOffload
+        self._boundaries = BoundaryStats()
         self._accumulate, self._final = False, True
         self._reduced: Tensor | None = None
         self._meter = PeakMeter(device=device) if spec.metrics.peaks else None
@@ -171,6 +173,7 @@ class Trainer:
             tokens=tokens,
             seconds=time.perf_counter() - started,
             dispatch=self.sharded.dispatched.report,
+            boundaries=self._boundaries,
             peaks=self._meter.peaks() if self._meter else {},
             largest=self._meter.largest_tensors() if self._meter and self._on_cpu() else {},
         )
@@ -228,6 +231,7 @@ class Trainer:
             load.finish_counting()
             self._seed(step)  # a router with noise must choose the same routes again
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._boundaries = BoundaryStats()
         for index, batch in enumerate(batches):
             self._accumulate, self._final = index > 0, index == len(batches) - 1
             with self._offload:
@@ -243,6 +247,7 @@ class Trainer:
                 loss.backward()
                 # The graph's nodes, and what they hold beside tensors, end with the last reference.
                 del loss
+            self._boundaries = self._boundaries.including(self._offload.stats())
         if not self._coefficient:
             load.finish_counting()
         dist.all_reduce(total)
