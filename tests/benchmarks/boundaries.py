@@ -250,6 +250,6 @@ def progress(row: dict) -> str:
     budget = "" if row["budget"] is None else f" with a budget of {row['budget']:g}"
     device, host, logical = (row[f"{n}_bytes"] / 2**20 for n in ("device", "host", "logical"))
     return (
-        f"{row['layers']} layers: {row['method']}{budget} held {device:.2f} of {logical:.2f} MiB on "
-        f"the device, {host:.2f} off it, {row['seconds'] or 0:.3f} s"
+        f"{row['layers']} layers: {row['method']}{budget} held {device:.2f} of {logical:.2f} MiB "
+        f"on the device, {host:.2f} off it, {row['seconds'] or 0:.3f} s"
     )
