@@ -37,12 +37,15 @@ def test_every_method_and_depth_is_measured_and_equal():
     ]
     for row in report.rows:
         assert row["seconds_max"] >= row["seconds"] >= row["seconds_min"] > 0
+        assert row["cpu_seconds"] > 0
 
 
 def test_boundaries_that_fill_no_cache_lines_take_a_slab_of_hardly_more():
     words = ["--tokens=321", "--hidden=13", "--layers=4", "--dtype=bfloat16", "--repeats=0"]
     report = run_bench("boundaries", words, start=ROOT)
-    assert 1 < report.ratios["slab_overhead"] <= 1.01
+    overhead = report.ratios["slab_overhead"]
+    assert overhead is not None
+    assert 1 < overhead <= 1.01
     assert report.ratios["time_vs_plain_checkpointing"] is None
 
 
@@ -57,7 +60,7 @@ def test_gradients_that_differ_are_seen_and_not_timed():
     plain, rounded = bench.measure(case, [bench.Plain(), Rounding()], repeats=2)
     assert plain.equal
     assert not rounded.equal
-    assert plain.seconds == rounded.seconds == []
+    assert plain.times == rounded.times == []
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ class _Piece:
             index=index,
             size=tuple(tensor.shape),
             stride=tensor.stride(),
-            lead=tensor.storage_offset() % (_KERNEL_ALIGNMENT // tensor.itemsize),
+            lead=int(tensor.storage_offset()) % (_KERNEL_ALIGNMENT // tensor.itemsize),
             dtype=tensor.dtype,
             device=tensor.device,
             requires_grad=tensor.requires_grad,
