@@ -18,6 +18,7 @@ pytestmark = pytest.mark.timeout(400)
 
 TWO_WORKERS = {"workers": 2, "optimizers": 2}
 DEGREES = {"sequence": 2, "expert": 2, "vocabulary": 2}
+SLAB_FIGURES = ("offloaded_bytes", "slab_bytes", "slab_bytes_needed")
 
 
 def status(job: Spec, folder: Path) -> dict:
@@ -50,6 +51,9 @@ def test_a_run_equals_training_without_ray_and_leaves_its_folder_and_nothing_els
     assert [record.loss for record in run.steps()] == [step["loss"] for step in ended.steps()]
     assert [record.lr for record in run.steps()] == [lr(n, train=job.train) for n in (1, 2, 3, 4)]
     assert [record.first_sample for record in run.steps()] == [0, 4, 8, 12]
+    layer = 4 * 16 * 16 * 4  # bytes: sequences x half of their tokens x width, fp32
+    boundaries = {"kept_bytes": 0, "count": 2, **dict.fromkeys(SLAB_FIGURES, 2 * layer)}
+    assert all(record.boundaries == boundaries for record in run.steps())
     kinds = [event.kind for event in run.events()]
     assert kinds == ended.kinds()
     assert kinds.count("snapshot") == 2

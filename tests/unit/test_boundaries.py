@@ -1,6 +1,7 @@
 """Checkpoint boundaries in a slab: equal gradients, bounded device bytes, order kept by tickets."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from ranks import run_ranks
 
 N, H = 64, 16
 ROWS = N * H * 4  # bytes of one boundary
+COPY = ("copy", "wait")
 
 plain = partial(checkpoint, use_reentrant=False)
 
@@ -101,7 +103,7 @@ class LazyCopies:
         self._pending[ticket] = lambda: into().copy_(outof())
         return ticket
 
-    def wait(self, ticket: int) -> None:
+    def wait(self, ticket: int, tensor: torch.Tensor) -> None:
         self.log.append(("wait", ticket))
         for due in [number for number in self._pending if number <= ticket]:
             self._pending.pop(due)()
@@ -133,9 +135,14 @@ def test_gradients_are_equal_to_the_last_bit(layers, copies):
     assert copies is None or copies.all_done()
 
 
-def test_fifty_steps_are_equal_to_the_last_bit_and_leave_nothing_behind():
+@pytest.mark.parametrize(
+    ("budget", "taken"),
+    [(None, 4), (2 * ROWS, 2), (ROWS, 1), (0, 0)],
+    ids=["unlimited", "a half", "a quarter", "none"],
+)
+def test_fifty_steps_are_equal_to_the_last_bit_and_leave_nothing_behind(budget, taken):
     def trajectory(checkpointed: Callable[..., Any]) -> Iterator[list[torch.Tensor]]:
-        model = toy(3)
+        model = toy(4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in range(50):
             optimizer.zero_grad()
@@ -144,7 +151,7 @@ def test_fifty_steps_are_equal_to_the_last_bit_and_leave_nothing_behind():
             yield gradients(model)
             optimizer.step()
 
-    with offloading(3) as offload, PeakMeter() as meter:
+    with offloading(4, host_budget=budget) as offload, PeakMeter() as meter:
         live = []
         for got, expected in zip(trajectory(offload.checkpoint), trajectory(plain), strict=True):
             assert_equal(got, expected)
@@ -152,7 +159,8 @@ def test_fifty_steps_are_equal_to_the_last_bit_and_leave_nothing_behind():
             live.append(meter.live()["boundaries"])
         assert live == [0] * 50
         stats = offload.stats()
-        assert (stats.count, stats.slab_bytes, stats.kept_bytes) == (150, 3 * ROWS, 0)
+        kept = 50 * (4 - taken) * ROWS
+        assert (stats.count, stats.slab_bytes, stats.kept_bytes) == (200, taken * ROWS, kept)
 
 
 def test_a_transformers_model_trains_with_equal_gradients():
@@ -209,13 +217,53 @@ def boundary_peaks(layers: int, checkpointed: Callable[..., Any]) -> tuple[int, 
     return forward, backward
 
 
-@pytest.mark.parametrize("layers", [4, 16])
+@pytest.mark.parametrize("layers", [4, 16, 64])
 def test_device_bytes_do_not_grow_with_depth_and_the_slab_holds_the_rest(layers):
     with offloading(layers) as offload:
         assert boundary_peaks(layers, offload.checkpoint) == (ROWS, 2 * ROWS)
         assert offload.stats().slab_bytes <= 1.01 * layers * ROWS
     with offloading(layers, host_budget=0) as offload:
         assert boundary_peaks(layers, offload.checkpoint) == (layers * ROWS, layers * ROWS)
+
+
+class TwoStreams(torch.nn.Module):
+    """Layers that hand on hidden states and residuals apart, as families with fused norms do."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, checkpointed: Callable[..., Any] = plain) -> torch.Tensor:
+        def layer(block: Block, hidden: torch.Tensor, residual: torch.Tensor) -> Any:
+            residual = residual + hidden
+            return block(residual) - residual, residual
+
+        hidden = residual = x * 1  # of the first layer both are one tensor
+        for block in self.blocks:
+            hidden, residual = checkpointed(partial(layer, block), hidden, residual)
+        return (hidden * residual).mean()
+
+
+@pytest.mark.parametrize("layers", [4, 16, 64])
+def test_of_a_layer_with_two_streams_both_are_boundaries(layers):
+    def run(checkpointed: Callable[..., Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, x = TwoStreams(layers), rows().requires_grad_()
+        torch.manual_seed(1)
+        model(x, checkpointed).backward()
+        assert x.grad is not None
+        return [*gradients(model), x.grad]
+
+    with offloading(2 * layers, copies=LazyCopies()) as offload:
+        with PeakMeter() as meter, no_garbage_collection():
+            got = run(offload.checkpoint)
+            # Of two restored layers, two tensors each.
+            assert meter.peaks()["boundaries"] == 2 * (2 * ROWS)
+            assert meter.live()["boundaries"] == 0
+        stats = offload.stats()
+        assert (stats.offloaded_bytes, stats.kept_bytes) == (2 * layers * ROWS, 0)
+        assert stats.slab_bytes <= 1.01 * 2 * layers * ROWS
+    assert_equal(got, run(plain))
 
 
 def test_boundaries_are_taken_in_forward_order_while_they_fit_the_budget():
@@ -251,6 +299,105 @@ def test_a_boundary_comes_back_while_the_layer_above_recomputes():
     ]
 
 
+def _kept_after_each_layer(rank: int) -> list[int]:
+    model, x = toy(5), rows(rank)
+    with offloading(5, host_budget=2 * ROWS + ROWS // 2) as offload:
+        kept = []
+        for _ in range(2):
+            hidden = model.inward((rank + 1) * x)
+            for block in model.blocks:
+                hidden = offload.checkpoint(block, hidden)
+                kept.append(offload.stats().kept_bytes)
+            hidden.sum().backward()
+            del hidden
+    return kept
+
+
+def test_all_ranks_take_the_same_boundaries():
+    one, other = run_ranks(2, _kept_after_each_layer)
+    assert one == other == [n * ROWS for n in (0, 0, 1, 2, 3, 3, 3, 4, 5, 6)]
+
+
+class WatchedCopies(LazyCopies):
+    """Notes which way each copy goes, and when its memory on the device is freed."""
+
+    def __init__(self, slab: torch.Tensor) -> None:
+        super().__init__()
+        self.events: list[tuple[str, int]] = []
+        self._slab = slab.untyped_storage()._cdata
+        self._watched: list[Any] = []
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> int:
+        ticket = super().copy(target, source)
+        outward = target.untyped_storage()._cdata == self._slab
+        self.events.append(("out" if outward else "in", ticket))
+        device = (source if outward else target).untyped_storage()
+        event = ("freed", ticket)
+        self._watched.append(weakref.ref(device, lambda _: self.events.append(event)))
+        return ticket
+
+    def wait(self, ticket: int, tensor: torch.Tensor) -> None:
+        super().wait(ticket, tensor)
+        self.events.append(("wait", ticket))
+
+
+def _one_microbatch(offload: CheckpointOffload, run: Callable[..., torch.Tensor]) -> None:
+    run(0).backward()
+
+
+def _one_after_the_other(offload: CheckpointOffload, run: Callable[..., torch.Tensor]) -> None:
+    for seed in range(3):
+        run(seed).backward()
+
+
+def _in_flight_together(offload: CheckpointOffload, run: Callable[..., torch.Tensor]) -> None:
+    first, second = run(0), run(1)
+    second.backward()
+    first.backward()
+
+
+def _out_of_order(offload: CheckpointOffload, run: Callable[..., torch.Tensor]) -> None:
+    losses = [run(seed) for seed in range(3)]
+    for index in (1, 2, 0):
+        losses[index].backward()
+
+
+def _backward_twice(offload: CheckpointOffload, run: Callable[..., torch.Tensor]) -> None:
+    loss = run(0)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize("budget", [None, 3 * ROWS], ids=["unlimited", "three layers"])
+@pytest.mark.parametrize(
+    "passes",
+    [_one_microbatch, _one_after_the_other, _in_flight_together, _out_of_order, _backward_twice],
+    ids=lambda passes: passes.__name__.strip("_").replace("_", " "),
+)
+def test_an_asynchronous_stream_never_meets_memory_that_is_used_again(passes, budget):
+    model = toy(5)
+    slab = host(slab_bytes(N, H, torch.float32, 15))
+    copies = WatchedCopies(slab)
+    for number, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, n=number: copies.events.append(("run", n)))
+    with (
+        CheckpointOffload(slab, host_budget=budget, copies=copies) as offload,
+        no_garbage_collection(),
+    ):
+        passes(offload, lambda seed: model(rows(seed), offload.checkpoint))
+    events = copies.events
+    tickets = {kind: [n for event, n in events if event == kind] for kind in ("out", "in")}
+    assert tickets["in"]
+    restored = 0
+    for ticket in tickets["out"] + tickets["in"]:
+        # All on one stream: a copy is done when a later one is.
+        done = next(i for i, (kind, n) in enumerate(events) if kind == "wait" and n >= ticket)
+        assert events.index(("freed", ticket)) > done
+    for kind, number in events:
+        restored += (kind == "in") - (kind == "freed" and number in tickets["in"])
+        assert restored <= 2
+
+
 @pytest.mark.parametrize(
     "view",
     [
@@ -283,7 +430,8 @@ def test_views_come_back_with_their_values_and_layout(view, dtype):
     layouts = []
 
     def layer(x: torch.Tensor) -> torch.Tensor:
-        layouts.append((x.shape, x.stride(), x.dtype, x.requires_grad, x.detach().clone()))
+        aligned = x.numel() == 0 or x.data_ptr() % 64
+        layouts.append((x.shape, x.stride(), x.dtype, x.requires_grad, aligned, x.detach().clone()))
         return x.sin().exp()
 
     def gradient(checkpointed: Callable[..., Any]) -> torch.Tensor:
@@ -299,6 +447,59 @@ def test_views_come_back_with_their_values_and_layout(view, dtype):
     assert first == again
     assert torch.equal(values, restored)
     assert torch.equal(got, gradient(plain))
+
+
+def test_a_view_at_an_offset_survives_a_backward_pass_on_another_thread():
+    seen = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        seen.append((is_recomputing(), x.storage_offset(), x.detach().clone()))
+        return x.sin().exp()
+
+    x = rows().requires_grad_()
+    with offloading(1, copies=LazyCopies()) as offload:
+        loss = offload.checkpoint(layer, x[3:17, 4:]).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    (first, before, values), (again, after, restored) = seen
+    assert (first, again) == (False, True)
+    assert before % 64 == after
+    assert torch.equal(values, restored)
+    wanted = rows().requires_grad_()
+    layer(wanted[3:17, 4:]).sum().backward()
+    assert x.grad is not None
+    assert wanted.grad is not None
+    assert torch.equal(x.grad, wanted.grad)
+
+
+def test_a_reload_right_after_the_copy_out_gets_the_copied_values():
+    seen = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.detach().clone())
+        return x.sin()
+
+    copies = LazyCopies()
+    slab = host(ROWS).fill_(255)  # NaN, should anything be read before it was written
+    with CheckpointOffload(slab, host_budget=None, copies=copies) as offload:
+        for seed in range(3):  # all in the same region
+            x = rows(seed).requires_grad_()
+            offload.checkpoint(layer, x).sum().backward()
+            assert copies.log[-4:] == [(kind, 2 * seed + n) for n in (0, 1) for kind in COPY]
+            assert torch.equal(seen.pop(), rows(seed))
+            assert x.grad is not None
+            assert torch.equal(x.grad, rows(seed).cos())
+
+
+def test_a_parameter_among_the_arguments_is_no_boundary():
+    weight = torch.nn.Parameter(rows(1)[:H].clone())
+    with offloading(1) as offload, PeakMeter() as meter:
+        meter.track(weight, "weights")
+        offload.checkpoint(lambda x, w: (x @ w.t()).sin(), rows(), weight).sum().backward()
+        assert offload.stats().offloaded_bytes == ROWS
+        assert meter.live()["weights"] == weight.nbytes
+    assert weight.grad is not None
 
 
 def test_every_floating_point_argument_travels_and_the_others_stay():

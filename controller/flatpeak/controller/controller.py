@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Generator, Iterator
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,7 @@ class Controller:
                 "overlapped_buckets": sum(r.refresh.overlapped_buckets for r in results),
                 "exposed_s": max(result.refresh.exposed_s for result in results),
             },
+            boundaries=_largest_of([asdict(result.boundaries) for result in results]),
             skipped=not first.usable,
             first_sample=ids[0],
             last_sample=ids[-1],
@@ -364,10 +366,10 @@ class Controller:
         return f"it had finished step {result.step} with peaks in bytes: {peaks or 'not measured'}"
 
 
-def _largest_of(peaks: list[dict[str, int]]) -> dict[str, int]:
-    """The worst rank of every component."""
-    names = sorted({name for rank in peaks for name in rank})
-    return {name: max(rank.get(name, 0) for rank in peaks) for name in names}
+def _largest_of(ranks: list[dict[str, int]]) -> dict[str, int]:
+    """The worst rank of every component or figure."""
+    names = sorted({name for rank in ranks for name in rank})
+    return {name: max(rank.get(name, 0) for rank in ranks) for name in names}
 
 
 def _larger_shapes(

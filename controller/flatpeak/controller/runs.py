@@ -64,6 +64,8 @@ class StepRecord:
     optimizer: dict[str, float] = field(default_factory=dict)
     """Buckets of all ranks, those updated beside this step's forward pass (`overlapped_buckets`),
     and the seconds that the slowest forward pass stood still for weights (`exposed_s`)."""
+    boundaries: dict[str, int] = field(default_factory=dict)
+    """The figures of the step's `BoundaryStats`, each of the rank where it was highest."""
     skipped: bool = False
     first_sample: int
     last_sample: int

@@ -32,6 +32,10 @@ BOUNDARIES = "boundaries"
 # Regions start at cache lines: any dtype can view them, and DMA engines like it.
 _ALIGNMENT = 64
 
+# A restored tensor starts at the same place within so many bytes as before: kernels are chosen by
+# the alignment of their operands, and another kernel may round otherwise.
+_KERNEL_ALIGNMENT = 256
+
 
 def slab_bytes(tokens: int, hidden: int, dtype: torch.dtype, layers: int) -> int:
     """Bytes of a slab that takes the boundaries [tokens, hidden] of all `layers`."""
@@ -40,13 +44,23 @@ def slab_bytes(tokens: int, hidden: int, dtype: torch.dtype, layers: int) -> int
 
 @dataclass(frozen=True)
 class BoundaryStats:
-    """Boundaries of the forward passes since the `with` block was entered, in bytes."""
+    """Boundaries of the forward passes in a `with` block of an offload, or in several, in bytes."""
 
     offloaded_bytes: int = 0
     kept_bytes: int = 0
     count: int = 0
     slab_bytes: int = 0  # how far into the slab they reached
     slab_bytes_needed: int = 0  # the slab that would have taken all that were alive at once
+
+    def including(self, later: "BoundaryStats") -> "BoundaryStats":
+        """Those of this and of a later block."""
+        return BoundaryStats(
+            offloaded_bytes=self.offloaded_bytes + later.offloaded_bytes,
+            kept_bytes=self.kept_bytes + later.kept_bytes,
+            count=self.count + later.count,
+            slab_bytes=max(self.slab_bytes, later.slab_bytes),
+            slab_bytes_needed=max(self.slab_bytes_needed, later.slab_bytes_needed),
+        )
 
 
 class Copies(Protocol):
@@ -55,8 +69,12 @@ class Copies(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         """Copy after the work issued so far on the current stream; returns a ticket."""
 
-    def wait(self, ticket: Any) -> None:
-        """Let work issued to the current stream from now on follow the copy."""
+    def wait(self, ticket: Any, tensor: torch.Tensor) -> None:
+        """Let work issued to the current stream from now on follow the copy.
+
+        `tensor` is its side on the device, which may be let go of after the work that uses it has
+        been issued to that stream.
+        """
 
 
 class SynchronousCopies:
@@ -65,7 +83,7 @@ class SynchronousCopies:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
-    def wait(self, ticket: None) -> None:
+    def wait(self, ticket: None, tensor: torch.Tensor) -> None:
         pass
 
 
@@ -76,16 +94,27 @@ class CudaCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor
+    ) -> tuple[torch.cuda.Event, torch.cuda.Stream]:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         event = torch.cuda.Event()
         event.record(self._stream)
-        return event
+        return event, current
 
-    def wait(self, ticket: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self._device).wait_event(ticket)
+    def wait(
+        self, ticket: tuple[torch.cuda.Event, torch.cuda.Stream], tensor: torch.Tensor
+    ) -> None:
+        event, issuer = ticket
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(event)
+        if current != issuer:
+            # The allocator gives memory back to the stream that it was made on. A layer may run on
+            # another one than the layer above, which fetched its boundary.
+            tensor.record_stream(current)
 
 
 class CheckpointOffload:
@@ -94,7 +123,10 @@ class CheckpointOffload:
     `slab` is a 1-D uint8 tensor in host memory (on CUDA pinned or registered by the caller, else
     copies block). At most `host_budget` bytes of it are used; None means all of it. A boundary
     is taken if it fits the space that is free when its layer runs. That depends on the sizes and
-    order of the layers alone, so ranks with equal shapes decide alike.
+    order of the layers alone, so ranks with equal shapes decide alike; nothing collective hangs on
+    it, so others may differ.
+
+    No process group, no Ray: any torch script can use it (README, "Use the operators alone").
 
     Entering the `with` block starts afresh: statistics at zero and all of the slab free. Inside,
     any number of forward and backward passes may follow or overlap; the space of a boundary is free
@@ -126,8 +158,10 @@ class CheckpointOffload:
     def checkpoint(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Drop-in for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`.
 
-        The boundary is made of the floating-point tensors among `args`; `options` go to the
-        checkpoint of torch. RuntimeError if the function changes its boundary in place.
+        The boundary is made of the floating-point tensors among `args`, parameters apart.
+        `options` go to the checkpoint of torch, and keyword arguments of `function` through it:
+        they stay on the device, so give what many layers share (a mask) by keyword. RuntimeError
+        if the function changes its boundary in place.
         """
         options = {"use_reentrant": False, "context_fn": checkpoint_contexts, **options}
         if not torch.is_grad_enabled() or self._inside:
@@ -184,7 +218,7 @@ class CheckpointOffload:
         """Let go of the device copies, once the copies out have read them."""
         leaving, layer.leaving = layer.leaving, []
         for tensor, _, ticket in leaving:
-            self._copies_of(tensor).wait(ticket)
+            self._copies_of(tensor).wait(ticket, tensor)
         if any(tensor._version != version for tensor, version, _ in leaving):
             raise RuntimeError(
                 "a checkpointed function changed its input in place, while the input was copied to "
@@ -205,7 +239,7 @@ class CheckpointOffload:
             arrivals = self._fetch(layer)
         inputs = list(stored)
         for piece, tensor, ticket in arrivals:
-            self._copies_of(tensor).wait(ticket)
+            self._copies_of(tensor).wait(ticket, tensor)
             inputs[piece.index] = tensor.requires_grad_(piece.requires_grad)
         below = layer.below() if layer.below is not None else None
         if below is not None and below.departed:
@@ -225,7 +259,7 @@ class CheckpointOffload:
         if self._ahead is not None:
             # Nobody reads it, but its memory may not be used again while the copy still writes it.
             for _, tensor, ticket in self._ahead[1]:
-                self._copies_of(tensor).wait(ticket)
+                self._copies_of(tensor).wait(ticket, tensor)
             self._ahead = None
 
     def _copies_of(self, tensor: torch.Tensor) -> Copies:
@@ -239,12 +273,13 @@ class CheckpointOffload:
 class _Piece:
     """One tensor of a boundary: its place among the arguments and its exact layout.
 
-    Dimensions that a broadcast repeats (stride 0) travel once.
+    Dimensions that a broadcast repeats (stride 0) travel once. `lead` elements come before it.
     """
 
     index: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    lead: int
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
@@ -260,6 +295,7 @@ class _Piece:
             index=index,
             size=tuple(tensor.shape),
             stride=tensor.stride(),
+            lead=int(tensor.storage_offset()) % (_KERNEL_ALIGNMENT // tensor.itemsize),
             dtype=tensor.dtype,
             device=tensor.device,
             requires_grad=tensor.requires_grad,
@@ -274,14 +310,18 @@ class _Piece:
         return tensor.as_strided(self._distinct_size(), self.stride)
 
     def empty(self) -> torch.Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        flat = torch.empty(self.lead + self._span(), dtype=self.dtype, device=self.device)
+        return flat.as_strided(self.size, self.stride, self.lead)
 
     def host(self, slab: torch.Tensor, start: int) -> torch.Tensor:
         size = self._distinct_size()
         flat = slab[start : start + self.nbytes].view(self.dtype)
-        span = 1 + sum((si - 1) * st for si, st in zip(size, self.stride, strict=True))
         # Without holes the device layout is kept, so that the copy is one run of memory.
-        return flat.as_strided(size, self.stride) if span == prod(size) else flat.view(size)
+        return flat.as_strided(size, self.stride) if self._span() == prod(size) else flat.view(size)
+
+    def _span(self) -> int:
+        """Elements from the first to the last."""
+        return 1 + sum((si - 1) * st for si, st in zip(self.size, self.stride, strict=True))
 
     def _distinct_size(self) -> tuple[int, ...]:
         return tuple(1 if st == 0 else si for si, st in zip(self.size, self.stride, strict=True))
@@ -380,7 +420,12 @@ def _check_slab(slab: torch.Tensor) -> None:
 
 
 def _is_boundary(argument: Any) -> bool:
-    return isinstance(argument, torch.Tensor) and argument.is_floating_point()
+    # A parameter outlives the step anyway.
+    return (
+        isinstance(argument, torch.Tensor)
+        and not isinstance(argument, torch.nn.Parameter)
+        and argument.is_floating_point()
+    )
 
 
 def _device_mark(args: Sequence[Any]) -> torch.Tensor | None:

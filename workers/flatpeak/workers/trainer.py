@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.batches import Microbatch, SampleSource, read_step
-from flatpeak.workers.boundaries import CheckpointOffload, slab_bytes
+from flatpeak.workers.boundaries import BoundaryStats, CheckpointOffload, slab_bytes
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.checkpoint import build_meta_model, load_config
 from flatpeak.workers.device_update import DeviceUpdate, Slots, Target, streams_of
@@ -52,6 +52,7 @@ class StepResult:
     seconds: float
     dispatch: DispatchReport
     refresh: RefreshReport
+    boundaries: BoundaryStats
     peaks: dict[str, int] = field(default_factory=dict)
     largest: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -80,6 +81,7 @@ class Trainer:
         self._stream: GradientStream
         self._refresh: WeightRefresh
         self._offload: CheckpointOffload
+        self._boundaries = BoundaryStats()
         self._accumulate, self._final = False, True
         self._reduced: Tensor | None = None
         self._device_update: DeviceUpdate | None = None
@@ -212,6 +214,7 @@ class Trainer:
             seconds=time.perf_counter() - started,
             dispatch=self.sharded.dispatched.report,
             refresh=refreshed,
+            boundaries=self._boundaries,
             peaks=self._meter.peaks() if self._meter else {},
             largest=self._meter.largest_tensors() if self._meter and self._on_cpu() else {},
         )
@@ -243,6 +246,7 @@ class Trainer:
             load.finish_counting()
             self._seed(step)  # a router with noise must choose the same routes again
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._boundaries = BoundaryStats()
         for index, batch in enumerate(batches):
             self._accumulate, self._final = index > 0, index == len(batches) - 1
             with self._offload:
@@ -258,6 +262,7 @@ class Trainer:
                 loss.backward()
                 # The graph's nodes, and what they hold beside tensors, end with the last reference.
                 del loss
+            self._boundaries = self._boundaries.including(self._offload.stats())
         if not self._coefficient:
             load.finish_counting()
         dist.all_reduce(total)
