@@ -306,6 +306,58 @@ def test_tied_embeddings_get_the_gradient_of_both_their_uses(
     assert furthest(outcome.parameters, plain.parameters) < 1e-4
 
 
+def gradient_beside_what_it_is_made_of(
+    rank: int, spec: Spec, folder: str
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The embedding's gradient as the optimizer got it, and this rank's tensors that it is of."""
+    run = LocalRun(rank, spec, folder)
+    head, seen = run.trainer.sharded.head, []
+
+    def embedded(_: object, args: tuple[Tensor, ...], out: Tensor) -> None:
+        out.register_hook(lambda grad: seen.extend((args[0].flatten(), grad.flatten(0, -2))))
+
+    def projected(_: object, args: tuple[Tensor, ...]) -> None:
+        assert head.targets is not None
+        seen.extend(x.detach().clone() for x in (args[0].flatten(0, -2), head.targets.flatten()))
+        seen.append(head.weight.detach().clone())
+
+    run.trainer.sharded.model.get_input_embeddings().register_forward_hook(embedded)
+    head.register_forward_pre_hook(projected)
+    run.train()
+    gradient = run.outcome.gradients.get("model.embed_tokens.weight", torch.empty(0))
+    return gradient, tuple(seen)
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 2, 2), (2, 1, 2, 1)], ids=["P2", "P1"])
+def test_the_gradient_of_tied_bf16_embeddings_is_summed_in_fp32(
+    layout: tuple[int, ...], tmp_path: Path
+):
+    train = {"steps": 1, "sequence_length": 16, "dtype": "bfloat16", "router_aux_loss_coef": 0.0}
+    model = {"tie_word_embeddings": True, "output_router_logits": False}
+    spec = job("qwen3_moe", layout, model=model, train=train, metrics=QUIET)
+    found = run_ranks(2, gradient_beside_what_it_is_made_of, spec, str(tmp_path))
+    gradient = found[0][0].view(VOCABULARY, 16)
+    of_head = torch.zeros_like(gradient, dtype=torch.float64)
+    of_embedding, sizes = torch.zeros_like(of_head), torch.zeros_like(of_head)
+    targets = sum(int((wanted != -100).sum()) for _, (_, wanted, *_) in found)
+    for _, (hidden, wanted, weight, ids, grad) in found:
+        assert hidden.dtype == weight.dtype == grad.dtype == torch.bfloat16
+        head = weight.double().requires_grad_()
+        loss = F.cross_entropy(hidden.double() @ head.T, wanted, reduction="sum") / targets
+        loss.backward()
+        assert head.grad is not None
+        of_head += head.grad
+        of_embedding.index_add_(0, ids, grad.double())
+        sizes.index_add_(0, ids, grad.double().abs())
+    error = (gradient - of_head - of_embedding).abs()
+    unread = sizes.sum(1) == 0
+    assert 0 < unread.sum() < VOCABULARY
+    assert error[unread].norm() <= 1e-6 * of_head[unread].norm()
+    # The embedding's own part is a sum in bf16, rounded as often as a token occurs on a rank.
+    times = max(int(ids.bincount().max()) for _, (*_, ids, _) in found)
+    assert (error <= times * 2**-8 * sizes + 1e-6 * of_head.abs().max()).all()
+
+
 def test_untied_embeddings_stay_apart(tmp_path: Path):
     outcome = train_locally(
         job("qwen3_moe", (2, 1, 2, 2), train={"steps": 1}, metrics=QUIET), tmp_path

@@ -28,6 +28,7 @@ from flatpeak.workers.partition import part
 from flatpeak.workers.recompute_probe import value_needed_in_recompute
 from flatpeak.workers.routers import RouterLoad
 from flatpeak.workers.support import ROUTER_BIAS, check_supported, decoder_of
+from flatpeak.workers.tied_head import fsdp_rows
 from flatpeak.workers.vocabulary import ring_cross_entropy
 
 EXPERTS_NAME = "flatpeak"
@@ -83,7 +84,8 @@ class VocabularyHead(nn.Module):
     """Stands in for the model's `lm_head`: gives the loss of every token instead of its logits.
 
     `weight` is this rank's rows of an untied head, or the whole tied embedding, of which the rows
-    are cut. With no `targets` set the hidden states pass through.
+    are cut. With no `targets` set the hidden states pass through. `sink` gets the fp32 gradient of
+    the rows, tied or not; without one it goes through autograd.
     """
 
     def __init__(self, weight: nn.Parameter, *, vocab_size: int, axis: Axis, tied: bool) -> None:
@@ -101,7 +103,11 @@ class VocabularyHead(nn.Module):
         """hidden [B, s, H] to negative log-likelihoods [B, s] (fp32, 0 where ignored)."""
         if self.targets is None:
             return hidden
-        weight = self.weight[slice(*self.rows)] if self.tied else self.weight
+        weight = self.weight
+        if self.tied:
+            weight = weight[slice(*self.rows)]
+            if self.sink is not None:
+                weight = weight.detach()  # autograd must not wait for what the sink gets
         nll = ring_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),
             self.targets.reshape(-1),
@@ -110,8 +116,7 @@ class VocabularyHead(nn.Module):
             vocab_size=self.vocab_size,
             token_tile=self.token_tile,
             schedule=self.schedule,
-            # A tied weight's gradient goes on through autograd to the embedding it shares.
-            grad_sink=None if self.tied else self.sink,
+            grad_sink=self.sink,
         )
         # A copy of N numbers: FSDP2 hangs its hooks on what a module returns, and warns of views.
         self.output = nll.view(hidden.shape[:-1]).clone()
@@ -268,8 +273,7 @@ def _local_parameters(
         if isinstance(parameter, DTensor):
             local = parameter._local_tensor
             row = parameter.numel() // max(1, parameter.shape[0])
-            # FSDP2 cuts dim 0 as torch.chunk does: equal parts, the last ones short or empty.
-            start = min(rank * -(-parameter.shape[0] // world), parameter.shape[0]) * row
+            start = fsdp_rows(parameter.shape[0], world, rank)[0] * row
             stop = start + local.numel()
             own, axis = (start, stop), None
         else:

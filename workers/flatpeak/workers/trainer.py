@@ -31,6 +31,7 @@ from flatpeak.workers.parallel import Layout, make_groups
 from flatpeak.workers.partition import parts
 from flatpeak.workers.routers import auxiliary_coefficient, watch_routers
 from flatpeak.workers.settings import dispatch_of, samples_of, tokens_of
+from flatpeak.workers.tied_head import TiedGradient
 
 if TYPE_CHECKING:
     from flatpeak.controller.spec import Spec
@@ -78,6 +79,7 @@ class Trainer:
         self._offload: CheckpointOffload
         self._accumulate, self._final = False, True
         self._reduced: Tensor | None = None
+        self._tied: dict[int, TiedGradient] = {}
         self._meter = PeakMeter(device=device) if spec.metrics.peaks else None
 
     def build(self) -> tuple[Shard, ...]:
@@ -288,7 +290,11 @@ class Trainer:
         for context in self.sharded.experts:
             context.sink = self._take_local
         head = self.sharded.head
-        if not head.tied:
+        if head.tied:
+            layout = self.sharded.groups.layout
+            tied = TiedGradient(vocab_size=head.vocab_size, layout=layout, rank=self.rank)
+            self._tied[id(head.weight)], head.sink = tied, tied.take
+        else:
             head.sink = lambda grad: self._take_local(head.weight, grad)
 
     def _keep_reduced(self, reduced: Tensor) -> None:
@@ -304,10 +310,12 @@ class Trainer:
         # buffer itself, kept just before, holds the fp32 sums at the same place.
         rounded = grad._local_tensor
         exact = self._reduced.as_strided(rounded.shape, rounded.stride(), rounded.storage_offset())
+        if (tied := self._tied.get(id(parameter))) is not None:
+            tied.add_to(exact)
         self._write(self._local[id(parameter)], exact)
 
     def _take_local(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        """Hands on the fp32 gradient of experts or of the head."""
+        """Hands on the fp32 gradient of experts or of an untied head."""
         self._write(self._local[id(parameter)], grad)
 
     def _write(self, parameter: LocalParameter, grad: Tensor) -> None:
