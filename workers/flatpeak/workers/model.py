@@ -22,7 +22,7 @@ from flatpeak.workers import attention
 from flatpeak.workers.buckets import Range, Shard
 from flatpeak.workers.checkpoint import kept_in_fp32, moe_layers
 from flatpeak.workers.dispatch import DispatchOptions, DispatchReport, Routing, moe_forward
-from flatpeak.workers.errors import InputError
+from flatpeak.workers.logits import Logits, logits_of
 from flatpeak.workers.parallel import Axis, Groups
 from flatpeak.workers.partition import part
 from flatpeak.workers.recompute_probe import value_needed_in_recompute
@@ -88,19 +88,22 @@ class VocabularyHead(nn.Module):
     the rows, tied or not; without one it goes through autograd.
     """
 
-    def __init__(self, weight: nn.Parameter, *, vocab_size: int, axis: Axis, tied: bool) -> None:
+    def __init__(
+        self, weight: nn.Parameter, *, vocab_size: int, axis: Axis, tied: bool, logits: Logits
+    ) -> None:
         super().__init__()
         self.weight = weight
         self.rows = part(vocab_size, axis.degree, axis.index)
-        self.vocab_size, self.axis, self.tied = vocab_size, axis, tied
+        self.vocab_size, self.axis, self.tied, self.logits = vocab_size, axis, tied, logits
         self.token_tile: int | None = None
         self.schedule = "auto"
+        self.z_loss = self.label_smoothing = 0.0
         self.targets: Tensor | None = None
         self.sink: Callable[[Tensor], None] | None = None
         self.output: Tensor | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [B, s, H] to negative log-likelihoods [B, s] (fp32, 0 where ignored)."""
+        """hidden [B, s, H] to the loss of each token [B, s] (fp32, 0 where ignored)."""
         if self.targets is None:
             return hidden
         weight = self.weight
@@ -117,6 +120,10 @@ class VocabularyHead(nn.Module):
             token_tile=self.token_tile,
             schedule=self.schedule,
             grad_sink=self.sink,
+            logit_scale=self.logits.scale,
+            soft_cap=self.logits.soft_cap,
+            z_loss=self.z_loss,
+            label_smoothing=self.label_smoothing,
         )
         # A copy of N numbers: FSDP2 hangs its hooks on what a module returns, and warns of views.
         self.output = nll.view(hidden.shape[:-1]).clone()
@@ -171,18 +178,14 @@ class ShardedModel:
     def forward(self, inputs: Tensor, positions: Tensor, targets: Tensor | None) -> Tensor | None:
         """Runs the model on [B, s] token ids; returns the loss of every token, [B, s]."""
         self.head.targets = targets
-        out = self.model(
+        # What the family does to its logits after the head is in the loss already, and not read.
+        self.model(
             input_ids=inputs,
             position_ids=positions,  # global: a rank's tokens do not start at 0
             use_cache=False,
             output_router_logits=False,
         )
         nll, self.head.output, self.head.targets = self.head.output, None, None
-        if targets is not None and out.logits is not nll:
-            raise InputError(
-                f"{type(self.model).__name__} changes its logits after the head (a soft-cap or a "
-                "scale), which the vocabulary loss does not know; this family is not supported"
-            )
         return nll
 
 
@@ -204,7 +207,9 @@ def _cut_head(model: PreTrainedModel, axis: Axis) -> VocabularyHead:
     start, stop = part(vocab_size, axis.degree, axis.index)
     if not tied:
         weight = nn.Parameter(weight.detach()[start:stop].clone())
-    head = VocabularyHead(weight, vocab_size=vocab_size, axis=axis, tied=tied)
+    head = VocabularyHead(
+        weight, vocab_size=vocab_size, axis=axis, tied=tied, logits=logits_of(model)
+    )
     model.lm_head = head
     return head
 
