@@ -25,6 +25,7 @@ from local_run import (
     furthest,
     job,
     make_sample,
+    tiny_spec,
     train_locally,
     train_plainly,
 )
@@ -266,6 +267,18 @@ def test_an_export_has_the_true_rows_of_a_vocabulary_that_does_not_divide(tmp_pa
     assert all(torch.equal(loaded.get_parameter(n), t) for n, t in tensors.items())
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_ranks_beyond_the_vocabulary_hold_none_of_it(tied: bool, tmp_path: Path):
+    rows = [make_sample(n, [8], vocab=3) for n in range(4)]
+    model = ONE_LAYER | {"vocab_size": 3, "tie_word_embeddings": tied}
+    train = {"steps": 1, "sequences_per_step": 4, "sequence_length": 8}
+    spec = job("qwen3_moe", (4, 1, 2, 4), model=model, train=train, metrics=QUIET)
+    outcome = train_locally(spec, tmp_path, source=Rows(rows))
+    alone = documents_alone(spec, rows)
+    assert outcome.losses == pytest.approx(alone.losses, abs=1e-6)
+    assert furthest(outcome.gradients, alone.gradients) < 1e-5
+
+
 GRID = [(4, D, E_p, P) for D in (1, 2, 4) for E_p in (1, 2, 4) for P in (1, 2, 4)]
 
 
@@ -304,6 +317,67 @@ def test_tied_embeddings_get_the_gradient_of_both_their_uses(
     assert outcome.losses == pytest.approx(plain.losses, abs=1e-5)
     assert furthest(outcome.gradients, plain.gradients) < 1e-5
     assert furthest(outcome.parameters, plain.parameters) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"z_loss": 0.05}, {"label_smoothing": 0.2}, {"z_loss": 0.05, "label_smoothing": 0.2}],
+    ids=["z loss", "smoothing", "both"],
+)
+def test_the_loss_that_is_asked_for_is_trained_and_reported(options: dict, tmp_path: Path):
+    rows = Rows([make_sample(0, [11, 5]), make_sample(1, [16])])
+    plain, spec = (
+        job("qwen3_moe", (2, 1, 2, 2), model=ONE_LAYER, train=ONE_STEP | train, metrics=QUIET)
+        for train in ({}, options)
+    )
+    outcome = train_locally(spec, tmp_path, source=rows)
+    alone, without = (documents_alone(asked, rows.rows) for asked in (spec, plain))
+    assert outcome.losses == pytest.approx(alone.losses, abs=1e-6)
+    assert furthest(outcome.gradients, alone.gradients) < 1e-5
+    assert abs(alone.losses[0] - without.losses[0]) > 1e-3
+
+
+LOGITS = {
+    "cohere2_moe": {"num_experts": 4, "logit_scale": 0.3},
+    "granitemoe": {"num_local_experts": 4, "logits_scaling": 6.0, "output_router_logits": True},
+    "beam": {
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "mlp_layer_types": ["sparse"] * 2,
+        "layer_types": ["full_attention"] * 2,
+        "head_dim": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "final_logit_softcapping": 0.5,
+    },
+}
+
+
+@pytest.mark.parametrize("family", LOGITS)
+def test_a_family_that_scales_or_caps_its_logits_trains_as_it_does_alone(
+    family: str, tmp_path: Path
+):
+    sizes = {
+        "model_type": family,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "vocab_size": VOCABULARY,
+        "initializer_range": 0.3,  # logits that a cap of 0.5 bends
+    }
+    spec = tiny_spec(
+        sizes | LOGITS[family],
+        cluster={"workers": 2},
+        parallel={"sequence": 1, "expert": 2, "vocabulary": 2},
+        train={"steps": 2, "sequence_length": 16},
+        metrics=QUIET,
+    )
+    outcome, plain = train_locally(spec, tmp_path), train_plainly(spec)
+    assert outcome.losses == pytest.approx(plain.losses, abs=1e-5)
+    assert furthest(outcome.gradients, plain.gradients) < 1e-5
 
 
 def gradient_beside_what_it_is_made_of(

@@ -41,7 +41,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one rank reports of a step. Loss, norm, counts are of all ranks and equal on each."""
+    """What one rank reports of a step. Loss, norm, counts are of all ranks and equal on each.
+
+    The loss is all that is minimised: with z-loss, label smoothing and load balancing where the job
+    asks for them.
+    """
 
     step: int
     loss: float
@@ -108,6 +112,7 @@ class Trainer:
         head, vocabulary = self.sharded.head, spec.memory.vocabulary
         head.token_tile = None if vocabulary.token_tile == "auto" else vocabulary.token_tile
         head.schedule = vocabulary.schedule
+        head.z_loss, head.label_smoothing = spec.train.z_loss, spec.train.label_smoothing
         self._coefficient = auxiliary_coefficient(config, spec.train.router_aux_loss_coef)
         if self._coefficient:
             watch_routers(self.sharded.model, self.sharded.load)
