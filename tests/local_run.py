@@ -327,8 +327,15 @@ def documents_alone(spec: Spec, samples: list[Sample]) -> Reference:
                 torch.from_numpy(sample.inputs[None, start:stop]), use_cache=False
             ).logits
             wanted = torch.from_numpy(sample.targets[start:stop])
-            loss = F.cross_entropy(logits[0], wanted, ignore_index=NO_TARGET, reduction="sum")
-            total = total + loss / targets
+            loss = F.cross_entropy(
+                logits[0],
+                wanted,
+                ignore_index=NO_TARGET,
+                reduction="sum",
+                label_smoothing=spec.train.label_smoothing,
+            )
+            squares = logits[0].logsumexp(1)[wanted != NO_TARGET].square()
+            total = total + (loss + spec.train.z_loss * squares.sum()) / targets
     total.backward()
     return Reference(losses=[total.item()], gradients=flat_gradients(model))
 

@@ -4,6 +4,9 @@ One rank: dense logits, and torch's chunked linear cross-entropy. Several: vocab
 gathered tokens and all-reduced statistics. All get the same tokens and head weight in one run, and
 make the mean loss over all tokens, forward and backward. A result is compared with dense fp64
 logits. The increment is the tracked peak over what is resident anyway: inputs, loss and gradients.
+
+The growths are what twice the tokens, or twice the vocabulary, put on our increment at the same
+tiles and schedule. At 1 all that grows is resident: hidden states, weight shards, their gradients.
 """
 
 import math
@@ -20,6 +23,8 @@ from flatpeak.controller.bench import check_ranges
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.memory import TOTAL, PeakMeter
 from flatpeak.workers.partition import part
+from flatpeak.workers.vocabulary.agreement import SCHEDULES
+from flatpeak.workers.vocabulary.tiles import choose_tiles, weights_move
 from ranks import run_ranks
 from vocabulary_methods import Loss, dense, ring, torch_chunked, vocabulary_parallel
 
@@ -53,29 +58,68 @@ class Result:
 
 
 def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
-    check_ranges(config, dict.fromkeys(("tokens", "hidden", "vocab", "ranks"), (1, math.inf)))
+    check(config)
     ranks, tokens = config["ranks"], config["tokens"]
-    if config["vocab"] < ranks:
-        raise InputError(f"--vocab {config['vocab']}: should be {ranks} or more, a row a rank")
     batches, weight = [make_batch(config, rank) for rank in range(ranks)], make_weight(config)
     alone = measure(one_rank_methods(config), *batches[0], weight, config["repeats"])
     together = on_all_ranks(config) if ranks > 1 else {"ring": alone["ring"]}
-    doubled = on_all_ranks(config | {"tokens": 2 * tokens, "repeats": 0}, methods=("ring",))
     rows = rows_of(alone, 1, tokens, reference(batches[:1], weight))
     if ranks > 1:
         rows += rows_of(together, ranks, tokens, reference(batches, weight))
     exact = all(row["error"] <= TOLERANCE for row in rows if row["method"] == "ring")
-    return exact, rows, ratios(alone, together, doubled["ring"])
+    return exact, rows, ratios(alone, together) | growths(config)
 
 
-def ratios(
-    alone: dict[str, Result], together: dict[str, Result], doubled: Result
-) -> dict[str, float | None]:
+def check(config: dict) -> None:
+    """Raise InputError for what cannot be measured."""
+    counts = dict.fromkeys(("tokens", "hidden", "vocab", "ranks"), (1, math.inf))
+    check_ranges(config, counts | dict.fromkeys(("token_tile", "repeats"), (0, math.inf)))
+    if config["vocab"] < config["ranks"]:
+        raise InputError(
+            f"--vocab {config['vocab']}: should be {config['ranks']} or more, a row a rank"
+        )
+    if config["schedule"] not in SCHEDULES:
+        raise InputError(f"--schedule {config['schedule']}: there are {', '.join(SCHEDULES)}")
+
+
+def growths(config: dict) -> dict[str, float | None]:
+    fixed = config | same_for_twice(config) | {"repeats": 0}
+
+    def increment(**changes: int) -> int:
+        return on_all_ranks(fixed | changes, methods=("ring",))["ring"].increment_bytes
+
+    once = increment()
+    return {
+        "increment_growth_on_doubling_n": increment(tokens=2 * config["tokens"]) / once,
+        "increment_growth_on_doubling_v": increment(vocab=2 * config["vocab"]) / once,
+    }
+
+
+def same_for_twice(config: dict) -> dict[str, int | str]:
+    """The schedule that `config` comes to, and a tile that twice the tokens or rows leave alone."""
+    tiles = choose_tiles(
+        tokens=config["tokens"],
+        shard_rows=config["vocab"] // config["ranks"],
+        width=config["hidden"],
+        token_tile=config["token_tile"] or None,
+    )
+    moving = weights_move(
+        config["schedule"],
+        tokens=config["tokens"],
+        vocab_size=config["vocab"],
+        ranks=config["ranks"],
+    )
+    return {
+        "token_tile": min(tiles.tokens, tiles.vocabulary),
+        "schedule": "weights" if moving else "activations",
+    }
+
+
+def ratios(alone: dict[str, Result], together: dict[str, Result]) -> dict[str, float | None]:
     own, baseline = together["ring"], alone["dense"]
     chunked, parallel = alone.get("torch chunked"), together.get("vocabulary parallel")
     found = {
         "increment_vs_dense": own.increment_bytes / baseline.increment_bytes,
-        "increment_growth_on_doubling_n": doubled.increment_bytes / own.increment_bytes,
         "increment_vs_torch_chunked_p1": chunked
         and alone["ring"].increment_bytes / chunked.increment_bytes,
         "time_vs_torch_chunked_p1": chunked and quotient(alone["ring"].seconds, chunked.seconds),

@@ -25,6 +25,7 @@ from local_run import (
     furthest,
     job,
     make_sample,
+    tiny_spec,
     train_locally,
     train_plainly,
 )
@@ -266,6 +267,18 @@ def test_an_export_has_the_true_rows_of_a_vocabulary_that_does_not_divide(tmp_pa
     assert all(torch.equal(loaded.get_parameter(n), t) for n, t in tensors.items())
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_ranks_beyond_the_vocabulary_hold_none_of_it(tied: bool, tmp_path: Path):
+    rows = [make_sample(n, [8], vocab=3) for n in range(4)]
+    model = ONE_LAYER | {"vocab_size": 3, "tie_word_embeddings": tied}
+    train = {"steps": 1, "sequences_per_step": 4, "sequence_length": 8}
+    spec = job("qwen3_moe", (4, 1, 2, 4), model=model, train=train, metrics=QUIET)
+    outcome = train_locally(spec, tmp_path, source=Rows(rows))
+    alone = documents_alone(spec, rows)
+    assert outcome.losses == pytest.approx(alone.losses, abs=1e-6)
+    assert furthest(outcome.gradients, alone.gradients) < 1e-5
+
+
 GRID = [(4, D, E_p, P) for D in (1, 2, 4) for E_p in (1, 2, 4) for P in (1, 2, 4)]
 
 
@@ -304,6 +317,119 @@ def test_tied_embeddings_get_the_gradient_of_both_their_uses(
     assert outcome.losses == pytest.approx(plain.losses, abs=1e-5)
     assert furthest(outcome.gradients, plain.gradients) < 1e-5
     assert furthest(outcome.parameters, plain.parameters) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"z_loss": 0.05}, {"label_smoothing": 0.2}, {"z_loss": 0.05, "label_smoothing": 0.2}],
+    ids=["z loss", "smoothing", "both"],
+)
+def test_the_loss_that_is_asked_for_is_trained_and_reported(options: dict, tmp_path: Path):
+    rows = Rows([make_sample(0, [11, 5]), make_sample(1, [16])])
+    plain, spec = (
+        job("qwen3_moe", (2, 1, 2, 2), model=ONE_LAYER, train=ONE_STEP | train, metrics=QUIET)
+        for train in ({}, options)
+    )
+    outcome = train_locally(spec, tmp_path, source=rows)
+    alone, without = (documents_alone(asked, rows.rows) for asked in (spec, plain))
+    assert outcome.losses == pytest.approx(alone.losses, abs=1e-6)
+    assert furthest(outcome.gradients, alone.gradients) < 1e-5
+    assert abs(alone.losses[0] - without.losses[0]) > 1e-3
+
+
+LOGITS = {
+    "cohere2_moe": {"num_experts": 4, "logit_scale": 0.3},
+    "granitemoe": {"num_local_experts": 4, "logits_scaling": 6.0, "output_router_logits": True},
+    "beam": {
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "mlp_layer_types": ["sparse"] * 2,
+        "layer_types": ["full_attention"] * 2,
+        "head_dim": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "final_logit_softcapping": 0.5,
+    },
+}
+
+
+@pytest.mark.parametrize("family", LOGITS)
+def test_a_family_that_scales_or_caps_its_logits_trains_as_it_does_alone(
+    family: str, tmp_path: Path
+):
+    sizes = {
+        "model_type": family,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "vocab_size": VOCABULARY,
+        "initializer_range": 0.3,  # logits that a cap of 0.5 bends
+    }
+    spec = tiny_spec(
+        sizes | LOGITS[family],
+        cluster={"workers": 2},
+        parallel={"sequence": 1, "expert": 2, "vocabulary": 2},
+        train={"steps": 2, "sequence_length": 16},
+        metrics=QUIET,
+    )
+    outcome, plain = train_locally(spec, tmp_path), train_plainly(spec)
+    assert outcome.losses == pytest.approx(plain.losses, abs=1e-5)
+    assert furthest(outcome.gradients, plain.gradients) < 1e-5
+
+
+def gradient_beside_what_it_is_made_of(
+    rank: int, spec: Spec, folder: str
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The embedding's gradient as the optimizer got it, and this rank's tensors that it is of."""
+    run = LocalRun(rank, spec, folder)
+    head, seen = run.trainer.sharded.head, []
+
+    def embedded(_: object, args: tuple[Tensor, ...], out: Tensor) -> None:
+        out.register_hook(lambda grad: seen.extend((args[0].flatten(), grad.flatten(0, -2))))
+
+    def projected(_: object, args: tuple[Tensor, ...]) -> None:
+        assert head.targets is not None
+        seen.extend(x.detach().clone() for x in (args[0].flatten(0, -2), head.targets.flatten()))
+        seen.append(head.weight.detach().clone())
+
+    run.trainer.sharded.model.get_input_embeddings().register_forward_hook(embedded)
+    head.register_forward_pre_hook(projected)
+    run.train()
+    gradient = run.outcome.gradients.get("model.embed_tokens.weight", torch.empty(0))
+    return gradient, tuple(seen)
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 2, 2), (2, 1, 2, 1)], ids=["P2", "P1"])
+def test_the_gradient_of_tied_bf16_embeddings_is_summed_in_fp32(
+    layout: tuple[int, ...], tmp_path: Path
+):
+    train = {"steps": 1, "sequence_length": 16, "dtype": "bfloat16", "router_aux_loss_coef": 0.0}
+    model = {"tie_word_embeddings": True, "output_router_logits": False}
+    spec = job("qwen3_moe", layout, model=model, train=train, metrics=QUIET)
+    found = run_ranks(2, gradient_beside_what_it_is_made_of, spec, str(tmp_path))
+    gradient = found[0][0].view(VOCABULARY, 16)
+    of_head = torch.zeros_like(gradient, dtype=torch.float64)
+    of_embedding, sizes = torch.zeros_like(of_head), torch.zeros_like(of_head)
+    targets = sum(int((wanted != -100).sum()) for _, (_, wanted, *_) in found)
+    for _, (hidden, wanted, weight, ids, grad) in found:
+        assert hidden.dtype == weight.dtype == grad.dtype == torch.bfloat16
+        head = weight.double().requires_grad_()
+        loss = F.cross_entropy(hidden.double() @ head.T, wanted, reduction="sum") / targets
+        loss.backward()
+        assert head.grad is not None
+        of_head += head.grad
+        of_embedding.index_add_(0, ids, grad.double())
+        sizes.index_add_(0, ids, grad.double().abs())
+    error = (gradient - of_head - of_embedding).abs()
+    unread = sizes.sum(1) == 0
+    assert 0 < unread.sum() < VOCABULARY
+    assert error[unread].norm() <= 1e-6 * of_head[unread].norm()
+    # The embedding's own part is a sum in bf16, rounded as often as a token occurs on a rank.
+    times = max(int(ids.bincount().max()) for _, (*_, ids, _) in found)
+    assert (error <= times * 2**-8 * sizes + 1e-6 * of_head.abs().max()).all()
 
 
 def test_untied_embeddings_stay_apart(tmp_path: Path):

@@ -177,6 +177,14 @@ REFUSALS = {
         ["train.steps=0"],
         "--set 'train.steps=0': train.steps = 0: should be greater than or equal to 1",
     ),
+    "below none": (
+        ["train.z_loss=-1e-4"],
+        "job.yaml: train.z_loss = -0.0001: should be greater than or equal to 0",
+    ),
+    "more than all": (
+        ["train.label_smoothing=1.5"],
+        "job.yaml: train.label_smoothing = 1.5: should be less than or equal to 1",
+    ),
     "neither number nor auto": (
         ["parallel.sequence=most"],
         "--set 'parallel.sequence=most': "
@@ -404,19 +412,13 @@ def test_resolving_refuses_a_chosen_degree_that_does_not_suit_the_model(degrees,
             "parallel.expert = 4 does not suit the model's 3 experts; "
             "with cluster.workers = 4 use one of [1, 2]",
         ),
-        (
-            {"vocabulary": 4},
-            {"vocab_size": 3},
-            "parallel.vocabulary = 4 does not suit the model's 3 tokens; "
-            "with cluster.workers = 4 use one of [1, 2]",
-        ),
     ],
-    ids=["heads", "key-value heads", "experts", "vocabulary"],
+    ids=["heads", "key-value heads", "experts"],
 )
 def test_a_degree_that_does_not_suit_the_model_is_refused(parallel, model, message):
     degrees = {"sequence": 1, "expert": 1, "vocabulary": 1} | parallel
     spec = parse_spec(SMALLEST | {"cluster": {"workers": 4}, "parallel": degrees})
-    shape = {"experts": 8, "attention_heads": 8, "vocab_size": 512} | model
+    shape = {"experts": 8, "attention_heads": 8} | model
     with pytest.raises(SpecError) as caught:
         check_against_model(spec, **shape)
     assert str(caught.value) == message
@@ -425,7 +427,7 @@ def test_a_degree_that_does_not_suit_the_model_is_refused(parallel, model, messa
 def test_key_value_heads_may_be_fewer_than_the_ranks_that_share_a_sequence():
     degrees = {"sequence": 4, "expert": 1, "vocabulary": 4}
     spec = parse_spec(SMALLEST | {"cluster": {"workers": 4}, "parallel": degrees})
-    check_against_model(spec, experts=8, attention_heads=8, key_value_heads=2, vocab_size=512)
+    check_against_model(spec, experts=8, attention_heads=8, key_value_heads=2)
 
 
 @pytest.mark.parametrize("number", [1, 2, 12, 16, 97])

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from flatpeak.kernels.vocabulary_strip import simulated_gpu
 from flatpeak.workers.memory import PeakMeter
 from flatpeak.workers.partition import part
-from flatpeak.workers.vocabulary import ring_cross_entropy
+from flatpeak.workers.vocabulary import ring_cross_entropy, ring_log_probs
+from flatpeak.workers.vocabulary.agreement import Facts
 from ranks import run_ranks
 
 SCHEDULES = ["weights", "activations"]
@@ -148,6 +151,50 @@ def test_the_next_hop_is_posted_before_the_strip_is_computed(schedule: str, expe
     assert run_ranks(3, sends_between_strips, schedule) == [expected] * 3
 
 
+@pytest.mark.parametrize(
+    ("dtype", "strip"), [(torch.bfloat16, 2), (torch.float32, 4)], ids=["bf16", "fp32"]
+)
+@pytest.mark.parametrize("soft_cap", [None, 5.0], ids=["uncapped", "capped"])
+def test_a_simulated_gpu_counts_the_fused_strip(
+    dtype: torch.dtype, strip: int, soft_cap: float | None
+):
+    tokens, vocab, tile, width = 256, 640, 128, 32
+    with FakeTensorMode(), simulated_gpu("sm_90", 132), PeakMeter() as meter:
+        hidden = torch.ones(tokens, width, dtype=dtype, requires_grad=True)
+        ring_cross_entropy(
+            hidden,
+            torch.zeros(tokens, dtype=torch.long),
+            torch.ones(vocab, width, dtype=dtype),
+            group=None,
+            vocab_size=vocab,
+            token_tile=tile,
+            schedule="activations",
+            grad_sink=lambda grad: None,
+            soft_cap=soft_cap,
+        ).sum().backward()
+    gradients = tokens * width * dtype.itemsize + 4 * vocab * width
+    # Where hidden states are narrow, what is added to their gradient lands in two fp32 pieces.
+    pieces = 2 * 4 * tile * width if dtype == torch.bfloat16 else 0
+    least = gradients + pieces + strip * tile * tile
+    assert least <= meter.peaks()["vocabulary"] <= least + 50 * tokens + 100 * tile
+
+
+def test_a_simulated_gpu_counts_partial_states_in_log_probabilities():
+    tokens, vocab = 512, 4096
+    with FakeTensorMode(), simulated_gpu("sm_90", 132), PeakMeter() as meter:
+        ring_log_probs(
+            torch.ones(tokens, 32, dtype=torch.bfloat16),
+            torch.zeros(tokens, dtype=torch.long),
+            torch.ones(vocab, 32, dtype=torch.bfloat16),
+            group=None,
+            vocab_size=vocab,
+            token_tile=tokens,
+        )
+    splits = 512 // 128  # of a tile of 512 rows: each program has one block of 128
+    partial = splits * tokens * 5 * 4
+    assert partial <= meter.peaks()["vocabulary"] <= 3 * partial + 150 * tokens
+
+
 def simulated_peaks(world: int, tokens: int, schedule: str) -> dict[str, int]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
@@ -162,5 +209,5 @@ def simulated_peaks(world: int, tokens: int, schedule: str) -> dict[str, int]:
 def test_a_simulated_peak_is_the_real_one(schedule: str):
     simulated = simulated_peaks(3, 100, schedule)["vocabulary"]
     real = run_ranks(3, peak_bytes, 3, 100, schedule)[0]
-    agreement = 3 * 22 * 8 * 4  # the exchanged facts, which a simulation assumes
+    agreement = 3 * len(fields(Facts)) * 8 * 4  # what is exchanged, which a simulation assumes
     assert abs(simulated - real) <= agreement

@@ -32,6 +32,7 @@ class Case:
     width: int
     schedule: str = "auto"
     token_tile: int | None = None
+    logit_scale: float = 1.0
     soft_cap: float | None = None
     z_loss: float = 0.0
     label_smoothing: float = 0.0
@@ -41,7 +42,8 @@ class Case:
 
     @property
     def options(self) -> dict:
-        return {"soft_cap": self.soft_cap, "schedule": self.schedule, "token_tile": self.token_tile}
+        names = ("logit_scale", "soft_cap", "schedule", "token_tile")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def dense(case: Case, data: Data, dtype: torch.dtype = torch.float64) -> list[li
     hidden = [F.embedding(x, weight) if case.tied else leaf(x, dtype) for x in data.hidden]
     losses, log_probs, entropies = [], [], []
     for x, t, w in zip(hidden, data.targets, data.token_weights, strict=True):
-        logits = x @ weight.T
+        logits = x @ weight.T * case.logit_scale
         if case.soft_cap is not None:
             logits = case.soft_cap * torch.tanh(logits / case.soft_cap)
         loss = F.cross_entropy(
@@ -152,13 +154,12 @@ NAMES = ("loss", "d hidden", "d weight", "log probability", "entropy")
 
 
 def errors(case: Case, results: list[Tensor], wanted: list[list[Tensor]]) -> dict[str, float]:
-    """Relative, of each result that has any elements; an entropy's to the largest there can be."""
+    """Relative, of each result that has any elements."""
     found = {}
     for name, actual, parts in zip(NAMES, results, wanted, strict=True):
         if actual.numel():
             expected = torch.cat(parts).double()
-            size = torch.full_like(expected, case.vocab).log() if name == "entropy" else expected
-            scale = max(size.norm().item(), 1e-30)
+            scale = max(expected.norm().item(), 1e-30)
             found[name] = (actual.double() - expected).norm().item() / scale
     return found
 
@@ -174,6 +175,9 @@ def run_cases(world: int, cases: list[Case]) -> list[list[Tensor]]:
 
 def random_case(random: Random, world: int) -> Case:
     vocab = random.choice([5, 257, random.randint(1, 60)])
+    scale = random.choice([1.0, 1.0, 0.0625, 1 / 6, -2.0])
+    # All smoothing and little spread leave the difference of two nearly equal shares, in any fp32.
+    smoothings = [0.0, 0.1, 1.0 if abs(scale) >= 1 else 0.3]
     return Case(
         seed=random.randrange(10**6),
         tokens=[random.choice([0, 1, random.randint(2, 12)]) for _ in range(world)],
@@ -181,9 +185,10 @@ def random_case(random: Random, world: int) -> Case:
         width=random.randint(2, 16),
         schedule=random.choice(SCHEDULES),
         token_tile=random.choice([None, 3, 8]),
+        logit_scale=scale,
         soft_cap=random.choice([None, 3.0, 30.0]),
         z_loss=random.choice([0.0, 1e-4, 0.1]),
-        label_smoothing=random.choice([0.0, 0.1, 1.0]),
+        label_smoothing=random.choice(smoothings),
         weighted=random.random() < 0.5,
         tied=random.random() < 0.3,
     )
@@ -201,7 +206,13 @@ def test_any_case_with_any_options_equals_dense(world: int):
         assert max(found.values(), default=0.0) <= TOLERANCE, (case, found)
 
 
-ALL = {"soft_cap": 5.0, "z_loss": 1e-2, "label_smoothing": 0.1, "weighted": True}
+ALL = {
+    "logit_scale": 0.7,
+    "soft_cap": 5.0,
+    "z_loss": 1e-2,
+    "label_smoothing": 0.1,
+    "weighted": True,
+}
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
@@ -216,9 +227,9 @@ def test_a_real_vocabulary_with_every_option_equals_dense(world: int):
         assert max(found.values()) <= TOLERANCE, (case, found)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 def test_bf16_is_no_worse_than_dense_logits_in_bf16(world: int):
-    tokens = [9, 4, 7][:world]
+    tokens = [9, 4, 7, 0, 1, 2, 3, 5][:world]
     cases = [
         Case(
             seed=5,
@@ -240,6 +251,58 @@ def test_bf16_is_no_worse_than_dense_logits_in_bf16(world: int):
         found, allowed = errors(case, results, wanted), errors(case, narrow, wanted)
         assert all(found[name] <= allowed[name] for name in NAMES), (case, found, allowed)
         assert found["loss"] < 1e-6
+
+
+GAPS = (0.5, 3.0, 10.0, 25.0, 80.0)
+
+
+def confident_tokens() -> tuple[Tensor, Tensor, Tensor]:
+    """Each token has one logit that is far above all others, by more from token to token."""
+    make = torch.Generator().manual_seed(3)
+    targets = torch.randperm(257, generator=make)[: len(GAPS)]
+    # One column a token: its logits are exact, whatever the order of sums.
+    weight = torch.randn(257, len(GAPS), generator=make)
+    for token, (target, gap) in enumerate(zip(targets, GAPS, strict=True)):
+        weight[target, token] = weight[:, token].max() + gap
+    return torch.eye(len(GAPS)), targets, weight
+
+
+def evaluated_and_lost(rank: int, world: int, schedule: str) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, targets, weight = confident_tokens()
+    own = slice(*part(len(hidden), world, rank))
+    args = (hidden[own], targets[own], weight[slice(*part(257, world, rank))])
+    options = {
+        "group": dist.group.WORLD if world > 1 else None,
+        "vocab_size": 257,
+        "schedule": schedule,
+        "token_tile": 3,
+    }
+    return *ring_log_probs(*args, **options), ring_cross_entropy(*args, **options)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_entropy_near_zero_keeps_its_digits_and_so_does_a_log_probability(
+    world: int, schedule: str
+):
+    if world == 1:
+        results = [evaluated_and_lost(0, 1, schedule)]
+    else:
+        results = run_ranks(world, evaluated_and_lost, world, schedule)
+    log_probs, entropy, loss = map(torch.cat, zip(*results, strict=True))
+    hidden, targets, weight = confident_tokens()
+    logits = (hidden @ weight.T).double()
+    y = logits.gather(1, targets.unsqueeze(1))
+    below = logits.scatter(1, targets.unsqueeze(1), float("-inf")) - y
+    others = below.exp().sum(1)  # beside 1, the target's own
+    exact = others.log1p()
+    shares = below.exp() / (1 + others).unsqueeze(1)
+    spread = exact - (shares * below.masked_fill(below == float("-inf"), 0.0)).sum(1)
+    assert exact[-1] < 1e-32
+    torch.testing.assert_close(log_probs.double(), -exact, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(entropy.double(), spread, rtol=1e-6, atol=0.0)
+    # Without moments a strip adds the others to the maximum, in fp32.
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=1e-6)
 
 
 def test_the_mean_loss_of_an_untrained_head_is_log_v_for_every_group():

@@ -103,6 +103,11 @@ def with_option(name: str, value: object) -> Callable[[Arguments], None]:
 
 NAN, INF = float("nan"), float("inf")
 OPTION_REFUSALS: list[tuple[str, object, type, str]] = [
+    ("logit_scale", 0.0, InputError, "logit_scale is 0.0; it must be a finite number other than 0"),
+    ("logit_scale", NAN, InputError, "logit_scale is nan"),
+    ("logit_scale", -INF, InputError, "logit_scale is -inf; .* 0.0625, or 1.0 for none"),
+    ("logit_scale", None, InputError, "logit_scale is None"),
+    ("logit_scale", 2, InputError, r"logit_scale differs between the ranks .* \[1.0, 2.0, 1.0\]"),
     ("soft_cap", 0.0, InputError, "rank 1 of 3: soft_cap is 0.0; it must be a finite number above"),
     ("soft_cap", -30.0, InputError, "soft_cap is -30.0; .* for instance 30.0, or None for no cap"),
     ("soft_cap", NAN, InputError, "soft_cap is nan"),

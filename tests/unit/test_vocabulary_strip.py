@@ -7,7 +7,11 @@ from torch import Tensor
 from flatpeak.kernels.vocabulary_strip import merge_, strip_residual, strip_state
 
 T, V, H = 6, 11, 5
-CAPS = pytest.mark.parametrize("soft_cap", [None, 1.5], ids=["uncapped", "capped"])
+SHAPES = pytest.mark.parametrize(
+    ("scale", "soft_cap"),
+    [(1.0, None), (0.3, None), (1.0, 1.5), (3.0, 1.5)],
+    ids=["plain", "scaled", "capped", "both"],
+)
 
 
 def strip_input(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -16,7 +20,8 @@ def strip_input(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return x, w, torch.tensor([0, V - 1, V, -1, 3, -(2**40)])  # three belong to other tiles
 
 
-def capped(products: Tensor, soft_cap: float | None) -> Tensor:
+def logits_of(products: Tensor, scale: float, soft_cap: float | None) -> Tensor:
+    products = products * scale
     return products if soft_cap is None else soft_cap * torch.tanh(products / soft_cap)
 
 
@@ -24,18 +29,25 @@ def dense_state(logits: Tensor, columns: Tensor) -> Tensor:
     inside = (columns >= 0) & (columns < V)
     y = logits.gather(1, columns.clamp(0, V - 1).unsqueeze(1)).squeeze(1) * inside
     m = logits.amax(1)
-    weights = (logits - m.unsqueeze(1)).exp()
-    return torch.stack((m, weights.sum(1), y, logits.sum(1), (weights * logits).sum(1)), dim=1)
+    below = logits - m.unsqueeze(1)
+    sums = (below.exp().sum(1) - 1, y, logits.sum(1), (below.exp() * below).sum(1))
+    return torch.stack((m, *sums), dim=1)
 
 
-@CAPS
+@SHAPES
 @pytest.mark.parametrize("moments", [False, True], ids=["loss", "moments"])
-def test_a_state_holds_the_sums_over_its_logits(moments: bool, soft_cap: float | None):
+def test_a_state_holds_the_sums_over_its_logits(
+    moments: bool, scale: float, soft_cap: float | None
+):
     x, w, columns = strip_input()
-    expected = dense_state(capped(x.double() @ w.double().T, soft_cap), columns)
-    actual = strip_state(x, w, columns, soft_cap=soft_cap, moments=moments)
+    expected = dense_state(logits_of(x.double() @ w.double().T, scale, soft_cap), columns)
+    actual = strip_state(x, w, columns, scale=scale, soft_cap=soft_cap, moments=moments)
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, expected[:, : actual.shape[1]].float())
+
+
+def nothing_seen(width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor([[float("-inf"), -1.0, 0.0, 0.0, 0.0][:width]], dtype=dtype)
 
 
 @pytest.mark.parametrize("width", [3, 5], ids=["loss", "moments"])
@@ -43,8 +55,7 @@ def test_a_state_holds_the_sums_over_its_logits(moments: bool, soft_cap: float |
 def test_states_of_disjoint_rows_merge_into_the_state_of_all(width: int, dtype: torch.dtype):
     x, w, columns = strip_input()
     whole = strip_state(x, w, columns, moments=width == 5)
-    merged = torch.zeros(T, width, dtype=dtype)
-    merged[:, 0] = float("-inf")
+    merged = nothing_seen(width, dtype).repeat(T, 1)
     for start, stop in ((0, 4), (4, 5), (5, V)):
         merge_(merged, strip_state(x, w[start:stop], columns - start, moments=width == 5))
     torch.testing.assert_close(merged.float(), whole)
@@ -52,8 +63,7 @@ def test_states_of_disjoint_rows_merge_into_the_state_of_all(width: int, dtype: 
 
 @pytest.mark.parametrize("width", [3, 5], ids=["loss", "moments"])
 def test_merging_what_has_seen_nothing_changes_nothing(width: int):
-    nothing = torch.zeros(1, width)
-    nothing[:, 0] = float("-inf")
+    nothing = nothing_seen(width)
     state = nothing.clone()
     merge_(state, nothing)
     assert torch.equal(state, nothing)
@@ -65,25 +75,45 @@ def test_merging_what_has_seen_nothing_changes_nothing(width: int):
 
 def test_tens_of_thousands_of_merges_into_fp64_lose_no_digit_of_fp32():
     logits = torch.randn(4, 40_000, generator=torch.Generator().manual_seed(0))
-    state = torch.tensor([[float("-inf"), 0.0, 0.0]], dtype=torch.float64).repeat(4, 1)
-    one, zero = torch.ones(4), torch.zeros(4)
+    state, zero = nothing_seen(3, torch.float64).repeat(4, 1), torch.zeros(4)
     for column in logits.unbind(1):
-        merge_(state, torch.stack((column, one, zero), dim=1))
-    lse = state[:, 0] + state[:, 1].log()
+        merge_(state, torch.stack((column, zero, zero), dim=1))
+    lse = state[:, 0] + state[:, 1].log1p()
     torch.testing.assert_close(lse, logits.double().logsumexp(1), rtol=1e-12, atol=0.0)
 
 
-@CAPS
-def test_the_residual_is_the_gradient_of_any_loss_of_lse_target_and_mean(soft_cap: float | None):
+@SHAPES
+def test_the_residual_is_the_gradient_of_any_loss_of_lse_target_and_mean(
+    scale: float, soft_cap: float | None
+):
     x, w, columns = strip_input()
     make = torch.Generator().manual_seed(1)
     p_scale, y_scale, flat = torch.randn(3, T, generator=make)
-    products = (x.double() @ w.double().T).requires_grad_()
-    logits = capped(products, soft_cap)
+    products = (scale * (x.double() @ w.double().T)).requires_grad_()
+    logits = logits_of(products, 1.0, soft_cap)
     lse = logits.logsumexp(1)
     y = dense_state(logits, columns)[:, 2]
     (p_scale * lse - y_scale * y - flat * logits.sum(1)).sum().backward()
     lse = lse.detach().float()
-    actual = strip_residual(x, w, columns, lse, p_scale, y_scale, flat, soft_cap=soft_cap)
+    shape = {"scale": scale, "soft_cap": soft_cap}
+    actual = strip_residual(x, w, columns, lse, p_scale, y_scale, flat, **shape)
     assert products.grad is not None
     torch.testing.assert_close(actual, products.grad.float())
+
+
+@pytest.mark.parametrize("gap", [1.0, 20.0, 60.0])
+def test_what_is_beside_the_maximum_is_exact_however_small(gap: float):
+    x, w = torch.ones(1, 1), torch.tensor([[0.0], [gap], [0.25], [-1.0]])
+    state = nothing_seen(5, torch.float64)
+    for start, stop in ((0, 1), (1, 3), (3, 4)):
+        columns = torch.tensor([1 - start])
+        merge_(state, strip_state(x, w[start:stop], columns, moments=True))
+    others = torch.tensor([0.0, 0.25, -1.0], dtype=torch.float64) - gap
+    torch.testing.assert_close(state[0, 1], others.exp().sum(), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(state[0, 4], (others.exp() * others).sum(), rtol=1e-6, atol=0.0)
+
+
+def test_equal_maxima_count_but_for_one():
+    state = strip_state(torch.ones(1, 1), torch.ones(3, 1), torch.tensor([0]), moments=True)
+    merge_(state, strip_state(torch.ones(1, 1), torch.ones(2, 1), torch.tensor([9]), moments=True))
+    assert state.tolist() == [[1.0, 4.0, 1.0, 5.0, 0.0]]

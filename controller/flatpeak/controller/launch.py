@@ -50,7 +50,6 @@ def resolve(spec: Spec) -> Spec:
         resolved,
         experts=experts,
         attention_heads=heads,
-        vocab_size=vocab_size,
         key_value_heads=checkpoint.kv_heads(config),
     )
     model = checkpoint.build_meta_model(config)

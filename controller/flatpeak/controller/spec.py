@@ -143,6 +143,10 @@ class TrainSpec(Section):
     """Step of the selection bias towards idle experts (DeepSeek-V3 style); 0 turns it off."""
     router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
     """Weight of the load-balancing loss; null takes what the model's config asks for."""
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of each token's squared log-sum-exp in the loss, as reported; more keeps it near 0."""
+    label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of a target spread over the vocabulary in the loss, as reported; more is less sure."""
 
     @model_validator(mode="after")
     def the_warmup_ends_before_the_decay(self) -> "TrainSpec":
@@ -360,7 +364,6 @@ def check_against_model(
     *,
     experts: int,
     attention_heads: int,
-    vocab_size: int,
     key_value_heads: int | None = None,
 ) -> None:
     """Raise SpecError when a degree of a resolved `spec` does not suit the model.
@@ -370,7 +373,6 @@ def check_against_model(
     assert "auto" not in spec.parallel.degrees.values(), "resolve_parallel comes first"
     _check_heads(spec, attention_heads, key_value_heads)
     _check_experts(spec, experts)
-    _check_degree(spec, "vocabulary", f"the model's {vocab_size} tokens", lambda p: p <= vocab_size)
 
 
 def _check_heads(spec: Spec, heads: int, key_value_heads: int | None = None) -> None:

@@ -22,12 +22,13 @@ from flatpeak.workers import attention
 from flatpeak.workers.buckets import Range, Shard
 from flatpeak.workers.checkpoint import kept_in_fp32, moe_layers
 from flatpeak.workers.dispatch import DispatchOptions, DispatchReport, Routing, moe_forward
-from flatpeak.workers.errors import InputError
+from flatpeak.workers.logits import Logits, logits_of
 from flatpeak.workers.parallel import Axis, Groups
 from flatpeak.workers.partition import part
 from flatpeak.workers.recompute_probe import value_needed_in_recompute
 from flatpeak.workers.routers import RouterLoad
 from flatpeak.workers.support import ROUTER_BIAS, check_supported, decoder_of
+from flatpeak.workers.tied_head import fsdp_rows
 from flatpeak.workers.vocabulary import ring_cross_entropy
 
 EXPERTS_NAME = "flatpeak"
@@ -83,25 +84,33 @@ class VocabularyHead(nn.Module):
     """Stands in for the model's `lm_head`: gives the loss of every token instead of its logits.
 
     `weight` is this rank's rows of an untied head, or the whole tied embedding, of which the rows
-    are cut. With no `targets` set the hidden states pass through.
+    are cut. With no `targets` set the hidden states pass through. `sink` gets the fp32 gradient of
+    the rows, tied or not; without one it goes through autograd.
     """
 
-    def __init__(self, weight: nn.Parameter, *, vocab_size: int, axis: Axis, tied: bool) -> None:
+    def __init__(
+        self, weight: nn.Parameter, *, vocab_size: int, axis: Axis, tied: bool, logits: Logits
+    ) -> None:
         super().__init__()
         self.weight = weight
         self.rows = part(vocab_size, axis.degree, axis.index)
-        self.vocab_size, self.axis, self.tied = vocab_size, axis, tied
+        self.vocab_size, self.axis, self.tied, self.logits = vocab_size, axis, tied, logits
         self.token_tile: int | None = None
         self.schedule = "auto"
+        self.z_loss = self.label_smoothing = 0.0
         self.targets: Tensor | None = None
         self.sink: Callable[[Tensor], None] | None = None
         self.output: Tensor | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [B, s, H] to negative log-likelihoods [B, s] (fp32, 0 where ignored)."""
+        """hidden [B, s, H] to the loss of each token [B, s] (fp32, 0 where ignored)."""
         if self.targets is None:
             return hidden
-        weight = self.weight[slice(*self.rows)] if self.tied else self.weight
+        weight = self.weight
+        if self.tied:
+            weight = weight[slice(*self.rows)]
+            if self.sink is not None:
+                weight = weight.detach()  # autograd must not wait for what the sink gets
         nll = ring_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),
             self.targets.reshape(-1),
@@ -110,8 +119,11 @@ class VocabularyHead(nn.Module):
             vocab_size=self.vocab_size,
             token_tile=self.token_tile,
             schedule=self.schedule,
-            # A tied weight's gradient goes on through autograd to the embedding it shares.
-            grad_sink=None if self.tied else self.sink,
+            grad_sink=self.sink,
+            logit_scale=self.logits.scale,
+            soft_cap=self.logits.soft_cap,
+            z_loss=self.z_loss,
+            label_smoothing=self.label_smoothing,
         )
         # A copy of N numbers: FSDP2 hangs its hooks on what a module returns, and warns of views.
         self.output = nll.view(hidden.shape[:-1]).clone()
@@ -166,18 +178,14 @@ class ShardedModel:
     def forward(self, inputs: Tensor, positions: Tensor, targets: Tensor | None) -> Tensor | None:
         """Runs the model on [B, s] token ids; returns the loss of every token, [B, s]."""
         self.head.targets = targets
-        out = self.model(
+        # What the family does to its logits after the head is in the loss already, and not read.
+        self.model(
             input_ids=inputs,
             position_ids=positions,  # global: a rank's tokens do not start at 0
             use_cache=False,
             output_router_logits=False,
         )
         nll, self.head.output, self.head.targets = self.head.output, None, None
-        if targets is not None and out.logits is not nll:
-            raise InputError(
-                f"{type(self.model).__name__} changes its logits after the head (a soft-cap or a "
-                "scale), which the vocabulary loss does not know; this family is not supported"
-            )
         return nll
 
 
@@ -199,7 +207,9 @@ def _cut_head(model: PreTrainedModel, axis: Axis) -> VocabularyHead:
     start, stop = part(vocab_size, axis.degree, axis.index)
     if not tied:
         weight = nn.Parameter(weight.detach()[start:stop].clone())
-    head = VocabularyHead(weight, vocab_size=vocab_size, axis=axis, tied=tied)
+    head = VocabularyHead(
+        weight, vocab_size=vocab_size, axis=axis, tied=tied, logits=logits_of(model)
+    )
     model.lm_head = head
     return head
 
@@ -268,8 +278,7 @@ def _local_parameters(
         if isinstance(parameter, DTensor):
             local = parameter._local_tensor
             row = parameter.numel() // max(1, parameter.shape[0])
-            # FSDP2 cuts dim 0 as torch.chunk does: equal parts, the last ones short or empty.
-            start = min(rank * -(-parameter.shape[0] // world), parameter.shape[0]) * row
+            start = fsdp_rows(parameter.shape[0], world, rank)[0] * row
             stop = start + local.numel()
             own, axis = (start, stop), None
         else:

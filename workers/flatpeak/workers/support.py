@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from flatpeak.workers.checkpoint import attention_heads, kv_heads, moe_layers, num_experts
 from flatpeak.workers.errors import SpecError
+from flatpeak.workers.logits import logits_of
 
 ROUTER_BIAS = "e_score_correction_bias"
 
@@ -62,6 +63,7 @@ def check_supported(model: PreTrainedModel) -> None:
                 raise SpecError(
                     f"{prefix}.{parameter} has no expert dimension: {tuple(value.shape)}"
                 )
+    logits_of(model)
 
 
 def _check_sizes(config: Any) -> None:

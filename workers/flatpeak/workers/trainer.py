@@ -33,6 +33,7 @@ from flatpeak.workers.parallel import Layout, make_groups
 from flatpeak.workers.refresh import RefreshReport, WeightRefresh
 from flatpeak.workers.routers import auxiliary_coefficient, watch_routers
 from flatpeak.workers.settings import adamw_of, dispatch_of, samples_of, tokens_of
+from flatpeak.workers.tied_head import TiedGradient
 
 if TYPE_CHECKING:
     from flatpeak.controller.spec import Spec
@@ -42,7 +43,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one rank reports of a step. Loss, norm, counts are of all ranks and equal on each."""
+    """What one rank reports of a step. Loss, norm, counts are of all ranks and equal on each.
+
+    The loss is all that is minimised: with z-loss, label smoothing and load balancing where the job
+    asks for them.
+    """
 
     step: int
     loss: float
@@ -85,6 +90,7 @@ class Trainer:
         self._accumulate, self._final = False, True
         self._reduced: Tensor | None = None
         self._device_update: DeviceUpdate | None = None
+        self._tied: dict[int, TiedGradient] = {}
         self._meter = PeakMeter(device=device) if spec.metrics.peaks else None
 
     def build(self) -> tuple[Shard, ...]:
@@ -113,6 +119,7 @@ class Trainer:
         head, vocabulary = self.sharded.head, spec.memory.vocabulary
         head.token_tile = None if vocabulary.token_tile == "auto" else vocabulary.token_tile
         head.schedule = vocabulary.schedule
+        head.z_loss, head.label_smoothing = spec.train.z_loss, spec.train.label_smoothing
         self._coefficient = auxiliary_coefficient(config, spec.train.router_aux_loss_coef)
         if self._coefficient:
             watch_routers(self.sharded.model, self.sharded.load)
@@ -308,7 +315,11 @@ class Trainer:
         for context in self.sharded.experts:
             context.sink = self._take_local
         head = self.sharded.head
-        if not head.tied:
+        if head.tied:
+            layout = self.sharded.groups.layout
+            tied = TiedGradient(vocab_size=head.vocab_size, layout=layout, rank=self.rank)
+            self._tied[id(head.weight)], head.sink = tied, tied.take
+        else:
             head.sink = lambda grad: self._take_local(head.weight, grad)
 
     def _keep_reduced(self, reduced: Tensor) -> None:
@@ -324,10 +335,12 @@ class Trainer:
         # buffer itself, kept just before, holds the fp32 sums at the same place.
         rounded = grad._local_tensor
         exact = self._reduced.as_strided(rounded.shape, rounded.stride(), rounded.storage_offset())
+        if (tied := self._tied.get(id(parameter))) is not None:
+            tied.add_to(exact)
         self._write(self._local[id(parameter)], exact)
 
     def _take_local(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        """Hands on the fp32 gradient of experts or of the head."""
+        """Hands on the fp32 gradient of experts or of an untied head."""
         self._write(self._local[id(parameter)], grad)
 
     def _write(self, parameter: LocalParameter, grad: Tensor) -> None:

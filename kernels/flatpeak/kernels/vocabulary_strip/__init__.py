@@ -1,7 +1,8 @@
 """The strip of the vocabulary loss: logits of a token tile against a vocabulary tile, folded.
 
-On GPUs that triton.py has blocks for it is fused; everywhere else, and for fake tensors, it is the
-plain torch of reference.py, where shapes and meanings are described.
+On GPUs that triton.py has blocks for it is fused; everywhere else it is the plain torch of
+reference.py, where shapes and meanings are described. Fake tensors take the reference too, unless
+they stand for a GPU (simulated.py): then they allocate what is allocated there.
 """
 
 from functools import cache
@@ -14,15 +15,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flatpeak.kernels.vocabulary_strip import reference
 from flatpeak.kernels.vocabulary_strip.reference import accumulate_, merge_
+from flatpeak.kernels.vocabulary_strip.simulated import gpu_of, simulated_gpu
 
-__all__ = ["accumulate_", "merge_", "strip_residual", "strip_state"]
+__all__ = ["accumulate_", "merge_", "simulated_gpu", "strip_residual", "strip_state"]
 
 
 def strip_state(
-    x: Tensor, w: Tensor, columns: Tensor, *, soft_cap: float | None = None, moments: bool = False
+    x: Tensor,
+    w: Tensor,
+    columns: Tensor,
+    *,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    moments: bool = False,
 ) -> Tensor:
     """The fp32 state [t, 3], or [t, 5] with moments, of x [t, h] against a non-empty w [v, h]."""
-    return _kernels(x).strip_state(x, w, columns, soft_cap=soft_cap, moments=moments)
+    kernels = _kernels(x)
+    return kernels.strip_state(x, w, columns, scale=scale, soft_cap=soft_cap, moments=moments)
 
 
 def strip_residual(
@@ -34,14 +43,16 @@ def strip_residual(
     y_scale: Tensor,
     flat: Tensor | None = None,
     *,
+    scale: float = 1.0,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """The gradient [t, v] of the products `x w^T`; fp32, or bf16 where fused for bf16 inputs."""
-    return _kernels(x).strip_residual(x, w, columns, lse, p_scale, y_scale, flat, soft_cap=soft_cap)
+    """The gradient [t, v] by `scale x w^T`; fp32, or bf16 where fused for bf16 inputs."""
+    scales = (lse, p_scale, y_scale, flat)
+    return _kernels(x).strip_residual(x, w, columns, *scales, scale=scale, soft_cap=soft_cap)
 
 
 def _kernels(x: Tensor) -> Any:
-    if not x.is_cuda or isinstance(x, FakeTensor):
+    if gpu_of(x) is None and (not x.is_cuda or isinstance(x, FakeTensor)):
         return reference
     fused = _fused()
     return fused if fused is not None and fused.supports(x) else reference

@@ -24,7 +24,7 @@ RECORD = Path(__file__).with_name("compiled.json")
 SOURCE = Path(__file__).with_name("triton.py")
 
 KERNELS = {"state": strip._state_kernel, "residual": strip._residual_kernel}
-# The constant that stands for each option, besides CAPPED.
+# The constant that stands for each option, besides what is done to the products.
 SECOND_OPTION = {"state": "MOMENTS", "residual": "FLAT"}
 # Which sizes and addresses 16 divides: all, those that decide how rows are loaded, or none.
 SCALARS = ("columns", "lse", "p_scale", "y_scale", "flat")
@@ -35,6 +35,10 @@ EDGES = {
 }
 
 
+# What logits are made of products by: FACTOR and CAPPED.
+LOGITS = {"plain": (False, False), "scaled": (True, False), "capped": (True, True)}
+
+
 @dataclass(frozen=True)
 class Case:
     """One specialisation of a kernel that launches can ask for."""
@@ -43,7 +47,7 @@ class Case:
     kernel: str
     dtype: str
     edges: str
-    capped: bool
+    logits: str
     second_option: bool
 
     @property
@@ -51,24 +55,26 @@ class Case:
         choices = strip.BLOCKS[self.architecture]
         if self.dtype == "fp32" or self.edges == "unaligned":
             return choices.small
-        optional = self.capped or self.second_option
+        optional = self.logits != "plain" or self.second_option
         return choices.large if self.dtype == "bf16" and not optional else choices.medium
 
 
 def cases() -> Iterator[Case]:
-    flags = (False, True)
-    for values in product(strip.BLOCKS, KERNELS, ("bf16", "fp16", "fp32"), EDGES, flags, flags):
+    dtypes, flags = ("bf16", "fp16", "fp32"), (False, True)
+    for values in product(strip.BLOCKS, KERNELS, dtypes, EDGES, LOGITS, flags):
         yield Case(*values)
 
 
 def measure(case: Case, **sizes: int) -> Resources:
     """Compile one case; `sizes` are compiled in, as Triton does with those that are 1."""
     kernel, blocks = KERNELS[case.kernel], case.blocks
+    factor, capped = LOGITS[case.logits]
     constants = {
         **sizes,
         "x_column": 1,
         "w_column": 1,
-        "CAPPED": case.capped,
+        "FACTOR": factor,
+        "CAPPED": capped,
         SECOND_OPTION[case.kernel]: case.second_option,
         "BLOCK_T": blocks.tokens,
         "BLOCK_V": blocks.vocabulary,
@@ -96,6 +102,7 @@ def _types(case: Case, names: list[str]) -> dict[str, str]:
         "w": f"*{case.dtype}",
         "columns": "*i64",
         "residual": "*bf16" if case.dtype == "bf16" else "*fp32",
+        "factor": "fp32",
         "soft_cap": "fp32",
     }
     known |= dict.fromkeys(("partials", "lse", "p_scale", "y_scale", "flat"), "*fp32")

@@ -2,34 +2,44 @@
 
 Shapes: t tokens of the tile, v vocabulary rows of the tile, h hidden width. All sums are fp32.
 `columns` [t] int64 are the targets counted from the tile's first row; a target of another tile
-falls outside [0, v) and contributes nothing. Logits are `x w^T`, after a soft cap
-`cap * tanh(x w^T / cap)`.
+falls outside [0, v) and contributes nothing. Logits are `scale * x w^T`, after a soft cap
+`cap * tanh(scale * x w^T / cap)`.
 
-A state [t, 3] holds, per token, the maximum logit m, z = sum of exp(logit - m), and the target's
-logit y, over the vocabulary seen so far. With moments it is [t, 5]: also s = sum of the logits and
-e = sum of exp(logit - m) * logit.
+A state [t, 3] holds, per token, the maximum logit m, r = sum of exp(logit - m) - 1, and the
+target's logit y, over the vocabulary seen so far; r is -1 where nothing has been seen. With moments
+it is [t, 5]: also s = sum of the logits and e = sum of exp(logit - m) * (logit - m), and r is
+summed without the maximum itself, so that it is exact however small it is.
 """
 
 import torch
 from torch import Tensor
 
+from flatpeak.kernels.vocabulary_strip.simulated import gpu_of
+
 
 def strip_state(
-    x: Tensor, w: Tensor, columns: Tensor, *, soft_cap: float | None = None, moments: bool = False
+    x: Tensor,
+    w: Tensor,
+    columns: Tensor,
+    *,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    moments: bool = False,
 ) -> Tensor:
     """The fp32 state [t, 3], or [t, 5] with moments, of x [t, h] against a non-empty w [v, h]."""
-    logits = _logits(x, w, soft_cap)
+    logits = _logits(x, w, scale, soft_cap)
     inside, index = _targets_inside(columns, w.shape[0])
     y = logits.gather(1, index).squeeze(1).masked_fill_(~inside, 0.0)
-    m = logits.amax(1)
     if not moments:
-        z = logits.sub_(m.unsqueeze(1)).exp_().sum(1)
-        return torch.stack((m, z, y), dim=1)
+        m = logits.amax(1)
+        r = logits.sub_(m.unsqueeze(1)).exp_().sum(1).sub_(1.0)
+        return torch.stack((m, r, y), dim=1)
     s = logits.sum(1)
-    weights = (logits - m.unsqueeze(1)).exp_()
-    z = weights.sum(1)
+    m, top = logits.max(1, keepdim=True)
+    weights = logits.sub_(m).exp().scatter_(1, top, 0.0)
+    r = weights.sum(1)
     e = weights.mul_(logits).sum(1)
-    return torch.stack((m, z, y, s, e), dim=1)
+    return torch.stack((m.squeeze(1), r, y, s, e), dim=1)
 
 
 def merge_(state: Tensor, other: Tensor) -> None:
@@ -39,16 +49,17 @@ def merge_(state: Tensor, other: Tensor) -> None:
     digit in some ten thousand merges.
     """
     other = other.to(state.dtype)
-    top = torch.maximum(state[:, 0], other[:, 0])
-    # Two states that have seen nothing: -inf - -inf would be NaN.
-    shift = top.masked_fill(top == float("-inf"), 0.0)
-    keep, add = (state[:, 0] - shift).exp_(), (other[:, 0] - shift).exp_()
-    z_and_e, y_and_s = ([1], [2]) if state.shape[1] == 3 else ([1, 4], [2, 3])
-    for column in z_and_e:
-        state[:, column].mul_(keep).addcmul_(other[:, column], add)
-    for column in y_and_s:
-        state[:, column].add_(other[:, column])
-    state[:, 0].copy_(top)
+    first = state[:, :1] >= other[:, :1]
+    upper, lower = torch.where(first, state, other), torch.where(first, other, state)
+    unseen = lower[:, 0] == float("-inf")  # and perhaps both: -inf - -inf would be NaN
+    shift = (lower[:, 0] - upper[:, 0]).masked_fill_(unseen, 0.0)
+    scale = shift.exp()
+    z = (lower[:, 1] + 1.0).mul_(scale)
+    state[:, 0] = upper[:, 0]
+    state[:, 1] = z + upper[:, 1]
+    state[:, 2:4].add_(other[:, 2:4])
+    if state.shape[1] == 5:
+        state[:, 4] = shift.mul_(z).add_(upper[:, 4]).addcmul_(scale, lower[:, 4])
 
 
 def strip_residual(
@@ -60,15 +71,16 @@ def strip_residual(
     y_scale: Tensor,
     flat: Tensor | None = None,
     *,
+    scale: float = 1.0,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """The gradient [t, v] of the products `x w^T`, before the soft cap, in fp32.
+    """The gradient [t, v] by `scale * x w^T`, before the soft cap, in fp32.
 
-    `cap'(x w^T) * (p_scale * exp(logit - lse) - y_scale * onehot - flat)`, where lse, p_scale,
-    y_scale and flat are fp32 [t]: the token's log-sum-exp over the whole vocabulary, and what
-    the loss makes of a probability, of the target's logit and of every logit.
+    `cap'(scale * x w^T) * (p_scale * exp(logit - lse) - y_scale * onehot - flat)`, where lse,
+    p_scale, y_scale and flat are fp32 [t]: the token's log-sum-exp over the whole vocabulary, and
+    what the loss makes of a probability, of the target's logit and of every logit.
     """
-    logits = _logits(x, w, soft_cap)
+    logits = _logits(x, w, scale, soft_cap)
     # With a cap its derivative needs the logits again.
     residual = logits.clone() if soft_cap is not None else logits
     residual.sub_(lse.unsqueeze(1)).exp_().mul_(p_scale.unsqueeze(1))
@@ -94,10 +106,12 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.float(), b.float())
 
 
-def _logits(x: Tensor, w: Tensor, soft_cap: float | None) -> Tensor:
+def _logits(x: Tensor, w: Tensor, scale: float, soft_cap: float | None) -> Tensor:
     logits = _product(x, w.t())
     if soft_cap is not None:
-        logits.div_(soft_cap).tanh_().mul_(soft_cap)
+        logits.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+    elif scale != 1.0:
+        logits.mul_(scale)
     return logits
 
 
@@ -109,7 +123,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 def _multiplies_narrow(operand: Tensor) -> bool:
     # Tensor cores multiply bf16 into fp32. fp16 is widened: a mean's upstream underflows in it.
-    return operand.dtype == torch.bfloat16 and operand.is_cuda
+    on_gpu = operand.is_cuda or gpu_of(operand) is not None
+    return operand.dtype == torch.bfloat16 and on_gpu
 
 
 def _targets_inside(columns: Tensor, width: int) -> tuple[Tensor, Tensor]:

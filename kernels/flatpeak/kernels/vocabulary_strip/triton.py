@@ -12,6 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from flatpeak.kernels.vocabulary_strip.simulated import gpu_of
 
 # Most blocks that a program folds into one fp32 state; rounding grows with them.
 FOLDED_BLOCKS = 64
@@ -36,9 +39,9 @@ class Blocks:
 class Choices:
     """Blocks of one architecture: large ones where they fit into the registers.
 
-    `large` is for bf16 without options, `medium` for bf16 with a soft cap, moments or a flat term
-    and for fp16, whose residual is fp32. `small` is for fp32, which is multiplied without tensor
-    cores, and for rows that 16 does not divide, which are loaded an element at a time.
+    `large` is for bf16 without options, `medium` for bf16 with a scale, a soft cap, moments or a
+    flat term and for fp16, whose residual is fp32. `small` is for fp32, which is multiplied without
+    tensor cores, and for rows that 16 does not divide, which are loaded an element at a time.
     """
 
     large: Blocks
@@ -70,15 +73,22 @@ INTERPRETED = Blocks(16, 16, 16, num_warps=1, num_stages=1)
 def supports(x: Tensor) -> bool:
     """Whether these kernels have blocks for the device and dtype of x."""
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    return x.is_cuda and x.dtype in dtypes and _architecture(x.device) in BLOCKS
+    return x.dtype in dtypes and _architecture(x) in BLOCKS
 
 
 def strip_state(
-    x: Tensor, w: Tensor, columns: Tensor, *, soft_cap: float | None = None, moments: bool = False
+    x: Tensor,
+    w: Tensor,
+    columns: Tensor,
+    *,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    moments: bool = False,
 ) -> Tensor:
     """As in reference.py."""
     (t, h), v = x.shape, w.shape[0]
-    blocks = _blocks(x, w, optional=moments or soft_cap is not None)
+    factor = scale / (soft_cap or 1.0)
+    blocks = _blocks(x, w, optional=moments or scale != 1.0 or soft_cap is not None)
     span = span_of(t, v, blocks, _processors(x))
     splits = _ceil(v, span)
     partials = x.new_empty((splits, t, 5 if moments else 3), dtype=torch.float32)
@@ -98,7 +108,9 @@ def strip_state(
         *x.stride(),
         *w.stride(),
         span,
+        factor,
         soft_cap or 0.0,
+        FACTOR=scale != 1.0 or soft_cap is not None,
         CAPPED=soft_cap is not None,
         MOMENTS=moments,
     )
@@ -114,11 +126,14 @@ def strip_residual(
     y_scale: Tensor,
     flat: Tensor | None = None,
     *,
+    scale: float = 1.0,
     soft_cap: float | None = None,
 ) -> Tensor:
     """As in reference.py, but bf16 for bf16 inputs, the dtype in which it is multiplied next."""
     (t, h), v = x.shape, w.shape[0]
-    blocks = _blocks(x, w, optional=flat is not None or soft_cap is not None)
+    factor = scale / (soft_cap or 1.0)
+    optional = flat is not None or scale != 1.0 or soft_cap is not None
+    blocks = _blocks(x, w, optional=optional)
     residual = x.new_empty((t, v), dtype=residual_dtype(x.dtype))
     if t == 0:
         return residual
@@ -139,7 +154,9 @@ def strip_residual(
         h,
         *x.stride(),
         *w.stride(),
+        factor,
         soft_cap or 0.0,
+        FACTOR=scale != 1.0 or soft_cap is not None,
         CAPPED=soft_cap is not None,
         FLAT=flat is not None,
     )
@@ -166,6 +183,8 @@ def _ceil(a: int, b: int) -> int:
 def _launch(
     kernel: Any, grid: tuple[int, int], blocks: Blocks, x: Tensor, *args: Any, **flags: bool
 ):
+    if isinstance(x, FakeTensor):
+        return
     with torch.cuda.device_of(x):
         kernel[grid](
             x,
@@ -184,18 +203,23 @@ def _merged(partials: Tensor) -> Tensor:
     if len(partials) == 1:
         return partials[0]
     state = partials.sum(0)  # y and s are final
-    m = partials[..., 0]
-    state[:, 0] = m.amax(0)
-    scale = (m - state[:, 0]).exp_()
-    for column in (1,) if state.shape[1] == 3 else (1, 4):  # z and e
-        state[:, column] = (scale * partials[..., column]).sum(0)
+    m, r = partials[..., 0], partials[..., 1]
+    state[:, 0], top = m.max(0)
+    shift = m - state[:, 0]
+    scale = shift.exp()
+    z = scale * (r + 1.0)
+    if state.shape[1] == 5:
+        state[:, 4] = torch.addcmul(scale * partials[..., 4], shift, z).sum(0)
+    top = top.unsqueeze(0)
+    state[:, 1] = z.scatter_(0, top, r.gather(0, top)).sum(0)
     return state
 
 
 def _blocks(x: Tensor, w: Tensor, *, optional: bool) -> Blocks:
-    if not x.is_cuda:
+    architecture = _architecture(x)
+    if architecture is None:
         return INTERPRETED
-    choices = BLOCKS[_architecture(x.device)]
+    choices = BLOCKS[architecture]
     if x.dtype == torch.float32 or not (_aligned(x) and _aligned(w)):
         return choices.small
     return choices.large if x.dtype == torch.bfloat16 and not optional else choices.medium
@@ -203,13 +227,22 @@ def _blocks(x: Tensor, w: Tensor, *, optional: bool) -> Blocks:
 
 def _aligned(matrix: Tensor) -> bool:
     row, column = matrix.stride()
-    sizes = (matrix.shape[1], row, matrix.data_ptr())
+    # A fake matrix has no address; where 16 divides its rows, every tile of it is aligned.
+    address = 0 if isinstance(matrix, FakeTensor) else matrix.data_ptr()
+    sizes = (matrix.shape[1], row, address)
     return column == 1 and all(size % 16 == 0 for size in sizes)
 
 
+def _architecture(x: Tensor) -> str | None:
+    """The entry of BLOCKS for the GPU of x, which may have none; None where there is no GPU."""
+    gpu = gpu_of(x)
+    if gpu is not None:
+        return gpu.architecture
+    return _architecture_of(x.device) if x.is_cuda else None
+
+
 @cache
-def _architecture(device: torch.device) -> str:
-    """The entry of BLOCKS for the device, which may have none."""
+def _architecture_of(device: torch.device) -> str:
     if torch.version.hip is not None:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
@@ -218,6 +251,9 @@ def _architecture(device: torch.device) -> str:
 
 
 def _processors(x: Tensor) -> int:
+    gpu = gpu_of(x)
+    if gpu is not None:
+        return gpu.processors
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
 
 
@@ -235,7 +271,9 @@ def _state_kernel(
     w_row,
     w_column,
     span,
+    factor,
     soft_cap,
+    FACTOR: tl.constexpr,
     CAPPED: tl.constexpr,
     MOMENTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -247,7 +285,8 @@ def _state_kernel(
     rows = first_row + tl.arange(0, BLOCK_T)
     column = _column(columns, tl.minimum(rows, t - 1), v)
     m = tl.full((BLOCK_T,), float("-inf"), tl.float32)
-    z = tl.zeros((BLOCK_T,), tl.float32)
+    # With moments the sum over all but the maximum, else over all, of which 1 is taken at the end.
+    r = tl.full((BLOCK_T,), -1.0 if MOMENTS else 0.0, tl.float32)
     y = tl.zeros((BLOCK_T,), tl.float32)
     s = tl.zeros((BLOCK_T,), tl.float32)
     e = tl.zeros((BLOCK_T,), tl.float32)
@@ -255,8 +294,11 @@ def _state_kernel(
     for done in range(0, tl.minimum(span, v - first_column), BLOCK_V):
         start = first_column + done
         logits = _products(x, w, first_row, start, (t, v, h), strides, BLOCK_T, BLOCK_V, BLOCK_H)
+        if FACTOR:
+            logits *= factor
         if CAPPED:
-            logits = _tanh(logits / soft_cap) * soft_cap
+            share, _ = _tanh(logits)
+            logits = share * soft_cap
         vocabulary = start + tl.arange(0, BLOCK_V)
         inside = (vocabulary < v)[None, :]
         y += tl.sum(tl.where(vocabulary[None, :] == column[:, None], logits, 0.0), 1)
@@ -264,15 +306,24 @@ def _state_kernel(
         top = tl.maximum(m, tl.max(tl.where(inside, logits, float("-inf")), 1))
         weights = tl.where(inside, tl.exp(logits - top[:, None]), 0.0)
         keep = tl.exp(m - top)
-        z = z * keep + tl.sum(weights, 1)
         if MOMENTS:
+            # One maximum is left out of r, that of before if it is still one. None may count in e,
+            # where its zero could be the rounding of a difference that was fused with a product.
+            maxima = inside & (logits == top[:, None])
+            equal = tl.sum(tl.where(maxima, 1.0, 0.0), 1)
+            others = tl.where(maxima, 0.0, weights)
+            z = keep * (r + 1.0)
+            r = tl.where(m == top, r + equal, z + (equal - 1.0)) + tl.sum(others, 1)
+            e = e * keep + tl.where(z > 0.0, m - top, 0.0) * z
+            e += tl.sum(others * (logits - top[:, None]), 1)
             s += tl.sum(tl.where(inside, logits, 0.0), 1)
-            e = e * keep + tl.sum(weights * logits, 1)
+        else:
+            r = r * keep + tl.sum(weights, 1)
         m = top
     WIDTH: tl.constexpr = 5 if MOMENTS else 3
     state = partials + (split.to(tl.int64) * t + rows) * WIDTH
     tl.store(state, m, mask=rows < t)
-    tl.store(state + 1, z, mask=rows < t)
+    tl.store(state + 1, r if MOMENTS else r - 1.0, mask=rows < t)
     tl.store(state + 2, y, mask=rows < t)
     if MOMENTS:
         tl.store(state + 3, s, mask=rows < t)
@@ -296,7 +347,9 @@ def _residual_kernel(
     x_column,
     w_row,
     w_column,
+    factor,
     soft_cap,
+    FACTOR: tl.constexpr,
     CAPPED: tl.constexpr,
     FLAT: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -307,8 +360,10 @@ def _residual_kernel(
     first_row, start = block_t * BLOCK_T, block_v * BLOCK_V
     strides = (x_row, x_column, w_row, w_column)
     logits = _products(x, w, first_row, start, (t, v, h), strides, BLOCK_T, BLOCK_V, BLOCK_H)
+    if FACTOR:
+        logits *= factor
     if CAPPED:
-        share = _tanh(logits / soft_cap)
+        share, slope = _tanh(logits)
         logits = share * soft_cap
     row, vocabulary = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_V)
     rows_read = tl.minimum(first_row + row, t - 1)
@@ -320,7 +375,7 @@ def _residual_kernel(
     if FLAT:
         gradient -= tl.load(flat + rows_read)[:, None]
     if CAPPED:
-        gradient *= 1.0 - share * share
+        gradient *= slope
     # Only the distance between blocks may need more than 32 bits.
     residual += first_row.to(tl.int64) * v + start
     place = row[:, None] * v + vocabulary[None, :]
@@ -378,12 +433,20 @@ def _products(
 
 @triton.jit
 def _tanh(u):
-    """Within a few units in the last place, near 0 too, where the formula by exp cancels."""
+    """tanh u and 1 - tanh^2 u, both to about a unit in the last place wherever u is.
+
+    With rest = 1 - |tanh u|: near 0 that difference cancels in tanh, and far from it in the square.
+    """
     q = u * u
-    # tanh(u) / u - 1 over q, fitted at Chebyshev points of 0 <= q <= 0.36.
-    series = -0.00627639 * q + 0.02111622
-    series = series * q - 0.05387514
-    series = series * q + 0.13332924
-    series = series * q - 0.3333333
-    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(u)) + 1.0)
-    return tl.where(q < 0.36, u + u * (q * series), tl.where(u < 0.0, -far, far))
+    # (tanh(u) / u - 1) / q, fitted in least squares at Chebyshev points of 0 <= q <= 1.
+    series = -0.00042375 * q + 0.00251968
+    series = series * q - 0.00822938
+    series = series * q + 0.02166560
+    series = series * q - 0.05393609
+    series = series * q + 0.13333140
+    series = series * q - 0.33333331
+    near = u + u * (q * series)
+    decay = tl.exp(-2.0 * tl.abs(u))
+    rest = 2.0 * decay / (1.0 + decay)
+    far = tl.where(u < 0.0, rest - 1.0, 1.0 - rest)
+    return tl.where(q < 1.0, near, far), rest * (2.0 - rest)

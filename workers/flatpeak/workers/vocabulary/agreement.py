@@ -34,6 +34,7 @@ _COMMON = (
     "vocab_size",
     "token_tile",
     "schedule",
+    "logit_scale",
     "soft_cap",
     "z_loss",
     "label_smoothing",
@@ -53,6 +54,7 @@ class Inputs:
     ignore_index: int
     token_tile: int | None
     schedule: str
+    logit_scale: float = 1.0
     soft_cap: float | None = None
     z_loss: float = 0.0
     label_smoothing: float = 0.0
@@ -75,6 +77,7 @@ class Facts:
     vocab_size: int
     token_tile: int
     schedule: int
+    logit_scale: float | None
     soft_cap: float | None
     z_loss: float | None
     label_smoothing: float | None
@@ -89,7 +92,7 @@ class Facts:
     bad_weight: float | None = 0.0
 
 
-_NUMBERS = ("soft_cap", "z_loss", "label_smoothing", "bad_weight")
+_NUMBERS = ("logit_scale", "soft_cap", "z_loss", "label_smoothing", "bad_weight")
 
 
 def _packed(value: object) -> int:
@@ -160,6 +163,7 @@ def gather_facts(ring: Ring, inputs: Inputs) -> list[Facts]:
         inputs.vocab_size,
         NO_TILE if tile is None else max(tile, 0),
         _code(SCHEDULES, inputs.schedule),
+        _packed(inputs.logit_scale),
         _packed(inputs.soft_cap),
         _packed(inputs.z_loss),
         _packed(inputs.label_smoothing),
@@ -251,6 +255,11 @@ def _bad_options(own: Facts) -> Iterator[str]:
         yield (
             f"token_weights must be float32 of shape [{own.tokens}], one for each row of hidden,"
             " or None"
+        )
+    if own.logit_scale is None or not 0 < abs(own.logit_scale) < math.inf:
+        yield (
+            f"logit_scale is {own.logit_scale}; it must be a finite number other than 0, for"
+            " instance 0.0625, or 1.0 for none"
         )
     if own.soft_cap is not None and not 0 < own.soft_cap < math.inf:
         yield (

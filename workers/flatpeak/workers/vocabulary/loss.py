@@ -34,6 +34,7 @@ def ring_cross_entropy(
     token_tile: int | None = None,
     schedule: str = "auto",
     grad_sink: GradSink | None = None,
+    logit_scale: float = 1.0,
     soft_cap: float | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
@@ -57,7 +58,8 @@ def ring_cross_entropy(
         schedule: which tensor tours the ring: "weights", "activations", or "auto" for the smaller.
         grad_sink: receives the finished fp32 weight gradient [V_r, H] once, in backward; autograd
             then gets none. Without it autograd gets the gradient in the weight's dtype.
-        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` first. None leaves them.
+        logit_scale: logits are this times the products of hidden states and weight.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` next. None leaves them.
         z_loss: this times the square of the log-sum-exp of a token's logits is added to its loss.
         label_smoothing: the share, 0 to 1, of the target's probability that is spread evenly over
             the vocabulary, as in `torch.nn.functional.cross_entropy`.
@@ -85,6 +87,7 @@ def ring_cross_entropy(
             ignore_index=ignore_index,
             token_tile=token_tile,
             schedule=schedule,
+            logit_scale=logit_scale,
             soft_cap=soft_cap,
             z_loss=z_loss,
             label_smoothing=label_smoothing,
@@ -107,6 +110,7 @@ def ring_log_probs(
     ignore_index: int = -100,
     token_tile: int | None = None,
     schedule: str = "auto",
+    logit_scale: float = 1.0,
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each own token's target, and the entropy of what was predicted there.
@@ -116,7 +120,8 @@ def ring_log_probs(
     memory it takes, but for a second strip of logits.
 
     Returns:
-        log_probs [N] and entropy [N], in nats, fp32. Both are 0 where the target is ignored.
+        log_probs [N] and entropy [N], in nats, fp32. Both are 0 where the target is ignored, and
+        keep their digits where they are near 0.
     """
     plan = _plan(
         Inputs(
@@ -127,17 +132,17 @@ def ring_log_probs(
             ignore_index=ignore_index,
             token_tile=token_tile,
             schedule=schedule,
+            logit_scale=logit_scale,
             soft_cap=soft_cap,
         ),
         group,
     )
     with torch.no_grad(), operator_scope("vocabulary", hidden.device):
         states = states_of(plan, hidden, targets, weight_shard, moments=True)
-        m, z, y, _, e = states.unbind(1)
-        lse = z.log().add_(m)
-        out = targets == ignore_index
-        log_probs = (y - lse).masked_fill_(out, 0.0)
-        entropy = (lse - e / z).masked_fill_(out, 0.0)
+        m, r, y, _, e = states.unbind(1)
+        log_z, out = r.log1p(), targets == ignore_index
+        log_probs = (y - m - log_z).masked_fill_(out, 0.0)
+        entropy = (log_z - e / (r + 1.0)).masked_fill_(out, 0.0)
         return log_probs.float(), entropy.float()
 
 
@@ -164,6 +169,7 @@ def _plan(inputs: Inputs, group: ProcessGroup | None) -> Plan:
         ),
         objective=Objective(
             vocab_size=inputs.vocab_size,
+            logit_scale=inputs.logit_scale,
             soft_cap=inputs.soft_cap,
             z_loss=inputs.z_loss,
             label_smoothing=inputs.label_smoothing,
@@ -199,8 +205,8 @@ class _RingCrossEntropy(torch.autograd.Function):
         objective = call.plan.objective
         with operator_scope("vocabulary", hidden.device):
             states = states_of(call.plan, hidden, targets, shard, moments=objective.needs_moments)
-            lse = states[:, 1].log().add_(states[:, 0])
-            losses = call.weighted(objective.losses(states, lse), targets, token_weights).float()
+            losses, lse = objective.losses(states)
+            losses = call.weighted(losses, targets, token_weights).float()
             ctx.save_for_backward(hidden, targets, shard, token_weights, lse.float())
         ctx.call = call
         return losses

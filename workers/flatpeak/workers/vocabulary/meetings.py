@@ -122,13 +122,14 @@ def states_of(
     """The state [N, 3], or [N, 5] with moments, of each own token over the whole vocabulary."""
     # fp64, since with small tiles many thousand strips are merged into one state.
     states = hidden.new_zeros((hidden.shape[0], 5 if moments else 3), dtype=torch.float64)
-    states[:, 0] = float("-inf")
+    states[:, :2] = states.new_tensor((float("-inf"), -1.0))
     for meeting in _meetings(plan, (hidden, targets), shard, states, None):
         assert meeting.token_sums is not None
         state = strip_state(
             meeting.x,
             meeting.w,
             meeting.columns,
+            scale=plan.objective.logit_scale,
             soft_cap=plan.objective.soft_cap,
             moments=moments,
         )
@@ -172,6 +173,7 @@ class Backward:
             meeting.columns,
             lse,
             *objective.scales(lse, upstream),
+            scale=objective.logit_scale,
             soft_cap=objective.soft_cap,
         )
         to_tokens = (meeting.token_sums, residual, meeting.w)

@@ -9,11 +9,12 @@ from torch import Tensor
 class Objective:
     """Loss of a token with logits Y [V], target t and lse = log sum exp Y.
 
-    `lse - (1 - label_smoothing) Y_t - label_smoothing mean(Y) + z_loss lse^2`, where a soft cap
-    has already been applied to Y.
+    `lse - (1 - label_smoothing) Y_t - label_smoothing mean(Y) + z_loss lse^2`, where Y has already
+    been scaled and capped.
     """
 
     vocab_size: int
+    logit_scale: float = 1.0
     soft_cap: float | None = None
     z_loss: float = 0.0
     label_smoothing: float = 0.0
@@ -23,17 +24,22 @@ class Objective:
         """Whether the loss reads the sum of a token's logits."""
         return self.label_smoothing > 0
 
-    def losses(self, states: Tensor, lse: Tensor) -> Tensor:
-        """Loss [N] of tokens whose state over the whole vocabulary is `states` [N, 3 or 5]."""
-        losses = lse - (1.0 - self.label_smoothing) * states[:, 2]
+    def losses(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss [N] and lse [N] of tokens with `states` [N, 3 or 5] over the whole vocabulary."""
+        m, log_z = states[:, 0], states[:, 1].log1p()
+        lse = m + log_z
+        # In this order, so that a small loss keeps its digits where the target has the maximum.
+        losses = m - (1.0 - self.label_smoothing) * states[:, 2] + log_z
         if self.label_smoothing:
             losses.sub_(states[:, 3], alpha=self.label_smoothing / self.vocab_size)
         if self.z_loss:
             losses.addcmul_(lse, lse, value=self.z_loss)
-        return losses
+        return losses, lse
 
     def scales(self, lse: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """What an upstream gradient [t] makes of a probability, the target's logit, every logit."""
+        if self.logit_scale != 1.0:
+            upstream = upstream * self.logit_scale
         p_scale = y_scale = upstream
         flat = None
         if self.z_loss:
