@@ -179,11 +179,12 @@ REFUSALS = {
     ),
     "below none": (
         ["train.z_loss=-1e-4"],
-        "job.yaml: train.z_loss = -0.0001: should be greater than or equal to 0",
+        "--set 'train.z_loss=-1e-4': train.z_loss = -0.0001: should be greater than or equal to 0",
     ),
     "more than all": (
         ["train.label_smoothing=1.5"],
-        "job.yaml: train.label_smoothing = 1.5: should be less than or equal to 1",
+        "--set 'train.label_smoothing=1.5': train.label_smoothing = 1.5: "
+        "should be less than or equal to 1",
     ),
     "neither number nor auto": (
         ["parallel.sequence=most"],
