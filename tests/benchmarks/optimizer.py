@@ -9,6 +9,10 @@ A bandwidth counts what an update has to move, once a byte: 12 bytes of state re
 2 of weights written, and 4 or 2 of gradient read. The stream is the best of copy and triad, by
 torch and by a loop with streaming stores, over as many bytes as an update; use many times the last
 cache.
+
+The simulated sides are of a small model in training, see `optimizer_overlap`: its update and its
+forward pass sleep for `update-s` seconds each, 0 leaves both sides out. Their seconds are those by
+which an update delays the next forward pass, which waits for all of it, or layer by layer.
 """
 
 import math
@@ -37,12 +41,14 @@ from flatpeak.kernels.adamw.host import same_bits
 from flatpeak.workers.arena import SUFFIX, Arena
 from flatpeak.workers.buckets import Bucket, Range, Shard, cut_buckets
 from flatpeak.workers.optimizer import AdamW, OptimizerCore, update_bucket
+from optimizer_overlap import simulate
 
 DEFAULTS = {
     "parameters": 67_108_864,
     "bucket": 4_194_304,
     "threads": 0,  # 0 takes every CPU that this process may use
     "repeats": 15,
+    "update_s": 1.0,
 }
 LR = 1e-3
 SETTINGS = AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -71,11 +77,19 @@ class Side:
 
 
 def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
-    least = {"parameters": 16, "bucket": 16, "threads": 0, "repeats": 1}
+    least = {"parameters": 16, "bucket": 16, "threads": 0, "repeats": 1, "update_s": 0}
     check_ranges(config, {name: (value, math.inf) for name, value in least.items()})
     count = config["threads"] or len(os.sched_getaffinity(0))
     with threads(count), make_arena(config) as arena, torch.no_grad():
-        return compare(arena, config)
+        exact, rows, ratios = compare(arena, config)
+    if not (exact and config["update_s"]):
+        return exact, rows, ratios
+    overlap = simulate(update_s=config["update_s"])
+    rows += [
+        measured("serial, simulated", overlap.serial_s),
+        measured("overlapped, simulated", overlap.exposed_s),
+    ]
+    return overlap.same_losses, rows, ratios | overlap.ratios()
 
 
 @contextmanager
@@ -341,14 +355,23 @@ def take_turns(sides: list[Side], repeats: int) -> dict[str, list[float]]:
 def row_of(
     side: Side, parameters: int, error: float | None, seconds: list[float] | None
 ) -> dict[str, Any]:
-    median = statistics.median(seconds) if seconds else None
-    return {
-        "side": side.name,
+    row = measured(side.name, seconds)
+    return row | {
         "gradient": side.gradient,
         "bytes_per_parameter": side.nbytes / parameters,
-        "seconds": median,
+        "gb_per_s": side.nbytes / row["seconds"] / 1e9 if row["seconds"] else None,
+        "error": error,
+    }
+
+
+def measured(side: str, seconds: list[float] | None) -> dict[str, Any]:
+    return {
+        "side": side,
+        "gradient": None,
+        "bytes_per_parameter": None,
+        "seconds": statistics.median(seconds) if seconds else None,
         "seconds_min": min(seconds) if seconds else None,
         "seconds_max": max(seconds) if seconds else None,
-        "gb_per_s": side.nbytes / median / 1e9 if median else None,
-        "error": error,
+        "gb_per_s": None,
+        "error": None,
     }

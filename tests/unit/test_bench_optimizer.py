@@ -15,7 +15,7 @@ WORDS = [word for key, value in SIZES.items() for word in (f"--{key}", str(value
 
 
 def test_it_is_exact_and_compares_with_the_stream_and_the_others():
-    report = run_bench("optimizer", [*WORDS, "--repeats=2"], start=CHECKOUT)
+    report = run_bench("optimizer", [*WORDS, "--repeats=2", "--update-s=0.3"], start=CHECKOUT)
     assert report.exact
     rows = {row["side"]: row for row in report.rows}
     assert rows["update_bucket"]["bytes_per_parameter"] == 30
@@ -31,6 +31,12 @@ def test_it_is_exact_and_compares_with_the_stream_and_the_others():
     fused = report.ratios["time_vs_torch_fused"]
     assert fused == ours["seconds"] / rows["torch fused"]["seconds"]
     assert (report.ratios["time_vs_deepspeed"] is None) == (find_spec("deepspeed") is None)
+    fraction = report.ratios["overlapped_bucket_fraction"]
+    assert fraction is not None
+    assert 0.5 < fraction < 1
+    exposed, serial = (rows[f"{side}, simulated"] for side in ("overlapped", "serial"))
+    assert serial["seconds"] > 0.3
+    assert exposed["seconds"] < serial["seconds"]
     for row in report.rows:
         assert row["seconds_max"] >= row["seconds"] >= row["seconds_min"] > 0
 
