@@ -1,7 +1,5 @@
 // Copy and triad with stores past the caches: what memory gives to a loop that does nothing else.
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cstdint>
 #if defined(__SSE2__)
@@ -11,6 +9,7 @@
 namespace {
 
 constexpr int64_t kLine = 16;  // floats
+constexpr int64_t kBlock = 262144;
 
 #if defined(__AVX512F__)
 void store(float* to, const float* line) { _mm512_stream_ps(to, _mm512_load_ps(line)); }
@@ -27,11 +26,11 @@ template <class Line>
 void each_line(int64_t n, int threads, float* to, Line line) {
 #pragma omp parallel num_threads(threads)
   {
-    const int64_t lines = n / kLine, team = omp_get_num_threads(), rank = omp_get_thread_num();
-    for (int64_t i = lines * rank / team; i < lines * (rank + 1) / team; ++i) {
+#pragma omp for schedule(dynamic, kBlock / kLine) nowait
+    for (int64_t at = 0; at < n; at += kLine) {
       alignas(64) float values[kLine];
-      line(i * kLine, values);
-      store(to + i * kLine, values);
+      line(at, values);
+      store(to + at, values);
     }
 #if defined(__SSE2__)
     _mm_sfence();

@@ -1,7 +1,5 @@
 // One AdamW update in one pass over memory, equal to reference.py to the bit; see README.md.
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -16,6 +14,8 @@ using bf16 = uint16_t;
 
 // Elements computed at once; their results stay in the first-level cache until they are stored.
 constexpr int64_t kChunk = 256;
+// What a thread takes at a time; a multiple of the former.
+constexpr int64_t kBlock = 65536;
 constexpr int64_t kLine = 64;
 
 struct Coefficients {
@@ -93,18 +93,19 @@ void update(int64_t n, int threads, const float* p, const float* m, const float*
             const Coefficients& c) {
 #pragma omp parallel num_threads(threads)
   {
-    const int64_t chunks = (n + kChunk - 1) / kChunk;
-    const int64_t team = omp_get_num_threads(), rank = omp_get_thread_num();
-    const int64_t start = chunks * rank / team * kChunk;
-    const int64_t stop = std::min(n, chunks * (rank + 1) / team * kChunk);
     Buffers buffers;
-    for (int64_t i = start; i < stop; i += kChunk) {
-      const int64_t size = std::min(kChunk, stop - i);
-      compute<Gradient, kRound>(size, p + i, m + i, v + i, g + i, buffers, c);
-      store(new_p + i, buffers.master, size * sizeof(float));
-      store(new_m + i, buffers.exp_avg, size * sizeof(float));
-      store(new_v + i, buffers.exp_avg_sq, size * sizeof(float));
-      if (kRound) store(rounded + i, buffers.rounded, size * sizeof(bf16));
+    // Whoever is free takes the next block: a thread that lost its CPU holds up nobody.
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t start = 0; start < n; start += kBlock) {
+      const int64_t stop = std::min(n, start + kBlock);
+      for (int64_t i = start; i < stop; i += kChunk) {
+        const int64_t size = std::min(kChunk, stop - i);
+        compute<Gradient, kRound>(size, p + i, m + i, v + i, g + i, buffers, c);
+        store(new_p + i, buffers.master, size * sizeof(float));
+        store(new_m + i, buffers.exp_avg, size * sizeof(float));
+        store(new_v + i, buffers.exp_avg_sq, size * sizeof(float));
+        if (kRound) store(rounded + i, buffers.rounded, size * sizeof(bf16));
+      }
     }
 #if defined(__SSE2__)
     // Streaming stores are in no order with later ones, and an arena's flip must come after them.
