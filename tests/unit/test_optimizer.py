@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -299,6 +300,72 @@ def test_an_update_cut_off_half_way_is_finished_by_a_replacement(tmp_path):
         replacement.update(1, lr=1e-2, clip_factor=1.0)
         assert replacement.counters.updated_buckets == len(rig.buckets) - 1
     assert all(map(torch.equal, undisturbed.state(), rig.state()))
+
+
+def fifty_steps():
+    """Microbatches of each step; "expert" has none in every fifth, step 7 is not finite, and in
+    step 13 one element of the last bucket outweighs all others."""
+    for step in range(1, 51):
+        parts = [gradients(step), gradients(1000 + step, 0.5)]
+        if step % 5 == 0:
+            for part in parts:
+                del part["expert"]
+        if step == 7:
+            parts[1]["embedding"][17] = math.inf
+        if step == 13:
+            parts[0]["expert"][-1] = 1e6
+        yield step, parts
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fifty_steps_equal_one_bucket_in_one_process_and_torch(tmp_path, dtype):
+    shards = [replace(shard, dtype=dtype) for shard in SHARDS]
+    rigs = []
+    for number, cut in enumerate(({"bucket_parameters": 64}, {"bucket_parameters": 10**6})):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        rigs.append(Rig(folder, actors=3 - 2 * number, shards=shards, **cut).load(START))
+    reference = Reference()
+    for step, parts in fifty_steps():
+        for rig in rigs:
+            rig.stream.begin_step(version=step - 1, timeout_s=1)
+            for part in parts:
+                for name, value in part.items():
+                    rig.stream.write(name, 0, value, accumulate=True)
+            rig.stream.finish()
+            norm = math.sqrt(rig.stream.squared_norm().item())
+            for core in rig.cores:
+                core.update(step, lr=1e-2 / step, clip_factor=clipping_factor(norm, 1.0))
+        if step != 7:
+            total = {
+                name: sum((part[name] for part in parts if name in part), torch.zeros(size))
+                for name, size in SIZES.items()
+            }
+            reference.step(total, lr=1e-2 / step)
+    assert {core.counters.skipped_steps for rig in rigs for core in rig.cores} == {1}
+    masters = [{r.name: whole(rig, r) for r in (s.range for s in rig.shards)} for rig in rigs]
+    for name, master in masters[0].items():
+        assert torch.equal(master, masters[1][name]), name
+        if name in reference.parameters:
+            torch.testing.assert_close(master, reference.parameters[name], rtol=0, atol=1e-6)
+    weights = rigs[0].weights(50) if dtype == "float32" else low_weights(rigs[0], 50)
+    for name, master in masters[0].items():
+        assert torch.equal(weights[name], master.to(getattr(torch, dtype))), name
+
+
+def whole(rig, held):
+    """The masters of a whole parameter, from all of its buckets."""
+    cores = [core for core in rig.cores if core.buckets]
+    found = torch.full((held.size,), math.nan)
+    for core in cores:
+        for bucket in core.buckets:
+            for piece in (r for r in bucket.ranges if r.name == held.name):
+                found[piece.start : piece.stop] = core.read(piece)[0]
+    return found
+
+
+def low_weights(rig, version):
+    return {s.range.name: rig.fetch(s.range, version, torch.bfloat16) for s in rig.shards}
 
 
 def test_microbatches_add_up_in_fp32_and_start_from_nothing(tmp_path):
