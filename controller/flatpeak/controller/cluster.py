@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import torch
 from flatpeak.controller.runs import RunEvent
 from flatpeak.controller.spec import ClusterSpec, Spec
 from flatpeak.workers.errors import ClusterError, DoesNotFit, SpecError
+from flatpeak.workers.host_memory import room
 
 NAMESPACE = "flatpeak"
 _CONNECT_S = 5.0
@@ -139,12 +139,12 @@ def _check_shared_memory(cluster: ClusterSpec, parameters: int) -> None:
             "/dev/shm is the one to use where it is large enough"
         )
     needed = parameters * _ARENA_BYTES_PER_PARAMETER
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+    left = room(folder)
+    if needed > left.nbytes:
         raise DoesNotFit(
             f"the arenas take at least {needed:,} bytes, {_ARENA_BYTES_PER_PARAMETER} for each of "
-            f"{parameters:,} parameters, and cluster.shm_dir = {folder} has {free:,} free; use a "
-            "larger one, or a cluster of more nodes"
+            f"{parameters:,} parameters, in cluster.shm_dir = {folder}, and {left.where} has "
+            f"{left.nbytes:,} free; use a folder or a limit with more, or a cluster of more nodes"
         )
 
 

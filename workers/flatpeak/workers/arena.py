@@ -22,7 +22,6 @@ import json
 import mmap
 import os
 import secrets
-import shutil
 import struct
 import time
 import weakref
@@ -38,6 +37,7 @@ from torch import Tensor
 
 from flatpeak.workers.buckets import Bucket, from_json, to_json
 from flatpeak.workers.errors import ClusterError, DoesNotFit, InputError, WaitTimeout
+from flatpeak.workers.host_memory import Room, room
 from flatpeak.workers.registration import Registration
 
 SUFFIX = ".arena"
@@ -510,9 +510,9 @@ def _check_words(file: BinaryIO, path: Path, layout: _Layout) -> None:
 def _check_room(path: Path, run: str, nbytes: int) -> None:
     if not path.parent.is_dir():
         raise InputError(f"there is no folder {path.parent} for arenas; set cluster.shm_dir")
-    free = shutil.disk_usage(path.parent).free
-    if nbytes > free:
-        raise _no_room(path, run, nbytes, free)
+    left = room(path.parent)
+    if nbytes > left.nbytes:
+        raise _no_room(path, run, nbytes, left)
 
 
 def _allocate(file: BinaryIO, path: Path, run: str, nbytes: int) -> None:
@@ -521,11 +521,12 @@ def _allocate(file: BinaryIO, path: Path, run: str, nbytes: int) -> None:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        raise _no_room(path, run, nbytes, shutil.disk_usage(path.parent).free) from None
+        raise _no_room(path, run, nbytes, room(path.parent)) from None
 
 
-def _no_room(path: Path, run: str, nbytes: int, free: int) -> DoesNotFit:
+def _no_room(path: Path, run: str, nbytes: int, left: Room) -> DoesNotFit:
     return DoesNotFit(
-        f"the arena {path.name} of run {run} takes {nbytes:,} bytes and {path.parent} has {free:,} "
-        "free; set cluster.shm_dir to a folder with that much, or more nodes for the optimizer"
+        f"the arena {path.name} of run {run} takes {nbytes:,} bytes and {left.where} has "
+        f"{left.nbytes:,} free; set cluster.shm_dir to a folder with that much, raise the limit, "
+        "or use more nodes for the optimizer"
     )
