@@ -137,6 +137,17 @@ def test_the_footprint_counts_experts_that_move(
 
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+def test_an_owner_of_many_moved_experts_has_those_of_one_turn_on_their_way(
+    dtypes: tuple[torch.dtype, torch.dtype],
+):
+    ids = [torch.arange(EXPERTS // 4).repeat(200, 1)] * 4
+    options = replace(MOVING, balance_above=1.0, tokens_per_chunk=5)
+    plan = assumed_routing(ids, rank=0, experts=EXPERTS, options=options).plan
+    assert plan.leaving(0) > max(map(len, plan.foreign))
+    assert_foretold(*increment_and_footprint(ids, options, dtypes=dtypes))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("rank", [0, 3], ids=["overloaded owner", "helper"])
 @pytest.mark.parametrize("tokens", [64, 512])
 def test_weights_that_stay_for_the_backward_pass_take_no_more(

@@ -192,17 +192,19 @@ def test_a_token_travels_once_to_a_rank_that_has_several_of_its_experts():
 
 def test_chunks_are_as_many_as_the_fullest_rank_needs_but_no_more_than_allowed():
     ids = [random_ids(3, 4, 1), random_ids(40, 4, 1)]
-    for most, expected in ((8, 8), (64, 11)):
+    for most, expected in ((8, 8), (64, 10)):
         chosen = DispatchOptions(tokens_per_chunk=4, max_chunks=most)
         assert {len(view.chunks) for view in routings(4, ids, chosen)} == {expected}
 
 
 @pytest.mark.parametrize("period", [2, 4, 7, 32, 124])
-def test_what_repeats_in_a_layer_spreads_over_all_chunks(period: int):
+def test_what_repeats_in_a_layer_spreads_over_all_chunks_of_a_budget(period: int):
     ids = torch.arange(7936)[:, None] % period
     for wanted in (4, 8, 16, 24):
-        chosen = DispatchOptions(tokens_per_chunk=-(-len(ids) // wanted))
-        (view,) = routings(period, [ids], chosen)
+        chosen = DispatchOptions(budget_bytes=-(-len(ids) // wanted))
+        view = assumed_routing(
+            [ids], rank=0, experts=period, options=chosen, footprint=lambda extent: extent.tokens
+        )
         assert wanted <= len(view.chunks) <= 1.25 * wanted
         rarest = min(min(chunk.own_routes) for chunk in view.chunks)
         assert rarest >= len(ids) // (period * len(view.chunks))

@@ -19,8 +19,9 @@ from flatpeak.workers.dispatch.options import DispatchOptions
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.partition import parts
 
-# Sizes that differ by less than this part of the capacity are alike to the planner.
-_ALIKE = 1 / 16
+# Sizes are alike to the planner when the smaller is at least this part of the larger. Experts are
+# told apart more finely than rooms: to give a light one first may cost a foreign place.
+_ALIKE_EXPERTS, _ALIKE_ROOMS = 63 / 64, 15 / 16
 
 _Entry = TypeVar("_Entry", tuple[int, int], tuple[int, int, int])
 
@@ -178,8 +179,8 @@ def _level(
     capacity = math.ceil(capacity_factor * sum(native.loads) / native.ranks)
     # A fixed least piece above the capacity would refuse every helper: scale it with the load.
     piece = max(1, min(min_chunk, capacity // 8))
-    leveller = _Leveller(native, capacity, max_foreign)
-    while leveller.move(piece):
+    leveller = _Leveller(native, capacity, max_foreign, piece)
+    while leveller.move():
         pass
     return leveller.plan()
 
@@ -191,10 +192,10 @@ class _Leveller:
     must not turn one plan into quite another, with other peaks.
     """
 
-    def __init__(self, native: DispatchPlan, capacity: int, max_foreign: int) -> None:
+    def __init__(self, native: DispatchPlan, capacity: int, max_foreign: int, piece: int) -> None:
         self._native = native
         self._capacity = capacity
-        self._slack = int(_ALIKE * capacity)
+        self._piece = piece
         self._loads = list(native.loads)
         self._places = [max_foreign] * native.ranks
         self._kept = [pieces[0][1] if pieces else 0 for pieces in native.segments]
@@ -213,25 +214,29 @@ class _Leveller:
             insort(self._rooms, (room, -rank))
         elif room < 0 and natives:
             kept = self._kept[natives.start : natives.stop]
-            heavy = max(kept) - self._slack
+            heavy = self._least_alike(max(kept))
             place = next(place for place, routes in enumerate(kept) if routes >= heavy)
             insort(self._offers, (min(-room, kept[place]), -rank, natives[place]))
 
-    def move(self, piece: int) -> bool:
+    def _least_alike(self, size: int) -> int:
+        """The least size that may be taken for `size`; a piece is not exchanged for less."""
+        return min(size, max(self._piece, math.ceil(_ALIKE_EXPERTS * size)))
+
+    def move(self) -> bool:
         """Give a largest offer, or what fits of it, to one rank. False if none is left to give.
 
         A rank takes an expert once: either it is full then, or nothing of the expert is left over.
         """
-        if not (self._offers and self._rooms and self._offers[-1][0] >= piece):
+        if not (self._offers and self._rooms and self._offers[-1][0] >= self._piece):
             return False
-        least = max(piece, self._offers[-1][0] - self._slack)
+        least = self._least_alike(self._offers[-1][0])
         offer, owner, expert = _lowest(self._offers, bisect_left(self._offers, (least,)))
         room, helper = self._take_room(offer)
         owner, helper = -owner, -helper
         # Room beside a rank's last foreign expert is lost to other owners, so that one fills it. An
         # owner that gives more than its overflow for this has room itself, and places of its own.
         fills = self._places[helper] == 1 and self._offers
-        routes = min(self._kept[expert] if fills else offer, max(room, piece))
+        routes = min(self._kept[expert] if fills else offer, max(room, self._piece))
         self._places[helper] -= 1
         self._kept[expert] -= routes
         self._loads[owner] -= routes
@@ -245,9 +250,10 @@ class _Leveller:
         """Large offers fill the emptiest rank; one that fits whole goes where it leaves least."""
         tightest = bisect_left(self._rooms, (offer,))
         if tightest < len(self._rooms):
-            most = self._rooms[tightest][0] + self._slack
+            most = int(self._rooms[tightest][0] / _ALIKE_ROOMS)
             return _lowest(self._rooms, tightest, bisect_right(self._rooms, (most, 1)))
-        return _lowest(self._rooms, bisect_left(self._rooms, (self._rooms[-1][0] - self._slack,)))
+        least = math.ceil(_ALIKE_ROOMS * self._rooms[-1][0])
+        return _lowest(self._rooms, bisect_left(self._rooms, (least,)))
 
     def plan(self) -> DispatchPlan:
         segments = list(self._native.segments)

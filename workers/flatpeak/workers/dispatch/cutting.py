@@ -78,7 +78,7 @@ def first_cut(tokens: int, options: DispatchOptions) -> Cut:
     if options.tokens_per_chunk is None:
         return Cut(1)
     wanted = max(1, ceil(tokens / options.tokens_per_chunk))
-    return Cut(min(_apart_from_periods(wanted), options.max_chunks))
+    return Cut(min(wanted, options.max_chunks))
 
 
 def _apart_from_periods(steps: int) -> int:

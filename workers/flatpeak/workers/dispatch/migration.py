@@ -85,24 +85,28 @@ class Migration:
         gradients are on their way to it. All ranks count the turns alike.
         """
         for turn in range(self._turns):
-            sent = [
-                Letter(foreign[move.foreign], move.owner)
-                for foreign in gradients.foreign
-                for move in self._coming
-                if move.turn == turn
-            ]
-            taken = [move for move in self._leaving if move.turn == turn]
-            landing = [
-                Letter(torch.empty_like(mine[move.native]), move.helper)
-                for mine in gradients.natives
-                for move in taken
-            ]
-            for work in trade(sent, landing, self._group):
-                work.wait()
-            arrived = iter(landing)
-            for mine in gradients.natives:
-                for move in taken:
-                    mine[move.native] += next(arrived).tensor
+            self._return_turn(turn, gradients)
+
+    def _return_turn(self, turn: int, gradients: HeldExperts) -> None:
+        # A call of its own: what landed in a turn is freed before the next one lands.
+        sent = [
+            Letter(foreign[move.foreign], move.owner)
+            for foreign in gradients.foreign
+            for move in self._coming
+            if move.turn == turn
+        ]
+        taken = [move for move in self._leaving if move.turn == turn]
+        landing = [
+            Letter(torch.empty_like(mine[move.native]), move.helper)
+            for mine in gradients.natives
+            for move in taken
+        ]
+        for work in trade(sent, landing, self._group):
+            work.wait()
+        arrived = iter(landing)
+        for mine in gradients.natives:
+            for move in taken:
+                mine[move.native] += next(arrived).tensor
 
     def _foreign_like(self, native: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return native.new_empty((len(self._coming), *native.shape[1:]), dtype=dtype)
