@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flatpeak.workers.partition import part
-from flatpeak.workers.vocabulary import ring_cross_entropy
+from flatpeak.workers.vocabulary import ring_cross_entropy, ring_log_probs
 from ranks import run_ranks
 
 IGNORED = -100
@@ -323,3 +323,33 @@ def ring_with_strides(rank: int, case: Case, schedule: str):
     assert hidden.grad is not None
     assert shard.grad is not None
     return hidden.grad.t(), shard.grad.t()
+
+
+@pytest.mark.parametrize("token_tile", [None, 1, 2])
+def test_a_logit_of_minus_infinity_counts_nothing(token_tile: int | None):
+    # fp32 overflows in the first row alone; with small tiles it is a strip of its own.
+    hidden = torch.tensor([[1e20, 1.0], [1e20, 2.0]], requires_grad=True)
+    for rows in ([0, 1, 2], [1, 0, 2], [1, 2, 0]):
+        weight = torch.tensor([[-1e20, 0.0], [0.0, 1.0], [0.0, 2.0]])[rows].requires_grad_()
+        targets = torch.tensor([rows.index(2), rows.index(1)])
+        loss = ring_cross_entropy(
+            hidden, targets, weight, group=None, vocab_size=3, token_tile=token_tile
+        )
+        wanted = F.cross_entropy(hidden @ weight.T, targets, reduction="none")
+        torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
+        found = torch.autograd.grad(loss.sum(), (hidden, weight))
+        for mine, dense in zip(
+            found, torch.autograd.grad(wanted.sum(), (hidden, weight)), strict=True
+        ):
+            torch.testing.assert_close(mine, dense, rtol=1e-5, atol=1e-6)
+        log_probs, entropy = ring_log_probs(
+            hidden.detach(),
+            targets,
+            weight.detach(),
+            group=None,
+            vocab_size=3,
+            token_tile=token_tile,
+        )
+        torch.testing.assert_close(log_probs, -wanted.detach(), rtol=1e-6, atol=0)
+        seen = torch.tensor([[1.0, 2.0], [2.0, 4.0]]).log_softmax(1)
+        torch.testing.assert_close(entropy, -(seen * seen.exp()).sum(1), rtol=1e-6, atol=0)

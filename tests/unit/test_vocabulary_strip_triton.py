@@ -254,3 +254,25 @@ def test_cpus_and_fake_tensors_of_gpus_take_the_reference():
     assert vocabulary_strip._kernels(torch.empty(1)) is reference
     with FakeTensorMode():
         assert vocabulary_strip._kernels(torch.empty(1, device="cuda")) is reference
+
+
+def fused_state(x: Tensor, w: Tensor, columns: Tensor, moments: bool) -> Tensor:
+    from flatpeak.kernels.vocabulary_strip import triton
+
+    return triton.strip_state(x, w, columns, moments=moments)
+
+
+@pytest.mark.parametrize("moments", [False, True], ids=["loss", "moments"])
+@pytest.mark.parametrize("v", [1, 20])
+def test_logits_of_minus_infinity_count_nothing_and_nan_stays(v: int, moments: bool):
+    x = torch.tensor([[1e20, 0.0], [1.0, 0.0], [float("nan"), 0.0]])
+    w = torch.full((v, 2), -1e20)
+    w[1:, 0] = torch.linspace(-1e-20, 1e-20, max(0, v - 1))
+    columns = torch.full((3,), -1)
+    found = interpreted(fused_state, x, w, columns, moments)
+    wanted = reference.strip_state(x, w, columns, moments=moments)
+    assert found[2, 1].isnan()  # and so is all that r is added to
+    assert wanted[2, 1].isnan()
+    torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-6, atol=1e-6)
+    if v == 1 and not moments:
+        assert found[0, 1] == -1.0

@@ -32,8 +32,12 @@ def strip_state(
     y = logits.gather(1, index).squeeze(1).masked_fill_(~inside, 0.0)
     if not moments:
         m = logits.amax(1)
-        r = logits.sub_(m.unsqueeze(1)).exp_().sum(1).sub_(1.0)
+        # Logits of -inf alone are as good as unseen.
+        top = m.masked_fill(m == float("-inf"), 0.0)
+        r = logits.sub_(top.unsqueeze(1)).exp_().sum(1).sub_(1.0)
         return torch.stack((m, r, y), dim=1)
+    # A probability of 0 counts 0, as often as its logarithm.
+    logits.clamp_(min=torch.finfo(logits.dtype).min)
     s = logits.sum(1)
     m, top = logits.max(1, keepdim=True)
     weights = logits.sub_(m).exp().scatter_(1, top, 0.0)

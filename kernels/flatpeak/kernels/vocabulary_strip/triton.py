@@ -22,6 +22,8 @@ FOLDED_BLOCKS = 64
 PROGRAMS_PER_PROCESSOR = 4
 # Neighbouring programs share vocabulary blocks in groups of so many, for the cache between them.
 GROUP = tl.constexpr(8)
+# The least fp32 number.
+LEAST = tl.constexpr(-3.4028234663852886e38)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Choices:
 BLOCKS = {
     "sm_80": Choices(
         large=Blocks(128, 256, 32, num_warps=8, num_stages=4),
-        medium=Blocks(128, 128, 64, num_warps=8, num_stages=3),
+        medium=Blocks(128, 128, 32, num_warps=8, num_stages=4),
         small=Blocks(64, 64, 16, num_warps=4, num_stages=3),
     ),
     "sm_90": Choices(
@@ -205,7 +207,7 @@ def _merged(partials: Tensor) -> Tensor:
     state = partials.sum(0)  # y and s are final
     m, r = partials[..., 0], partials[..., 1]
     state[:, 0], top = m.max(0)
-    shift = m - state[:, 0]
+    shift = (m - state[:, 0]).masked_fill_(m == float("-inf"), 0.0)  # -inf - -inf would be NaN
     scale = shift.exp()
     z = scale * (r + 1.0)
     if state.shape[1] == 5:
@@ -302,10 +304,14 @@ def _state_kernel(
         vocabulary = start + tl.arange(0, BLOCK_V)
         inside = (vocabulary < v)[None, :]
         y += tl.sum(tl.where(vocabulary[None, :] == column[:, None], logits, 0.0), 1)
-        # At least one row is inside, so that m is finite from here on.
+        if MOMENTS:
+            # A probability of 0 counts 0, as often as its logarithm; NaN stays.
+            logits = tl.where(logits < LEAST, LEAST, logits)
         top = tl.maximum(m, tl.max(tl.where(inside, logits, float("-inf")), 1))
-        weights = tl.where(inside, tl.exp(logits - top[:, None]), 0.0)
-        keep = tl.exp(m - top)
+        # Logits of -inf alone are as good as unseen: -inf - -inf would be NaN.
+        finite = tl.where(top == float("-inf"), 0.0, top)
+        weights = tl.where(inside, tl.exp(logits - finite[:, None]), 0.0)
+        keep = tl.exp(m - finite)
         if MOMENTS:
             # One maximum is left out of r, that of before if it is still one. None may count in e,
             # where its zero could be the rounding of a difference that was fused with a product.
