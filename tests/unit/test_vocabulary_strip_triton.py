@@ -271,8 +271,9 @@ def test_logits_of_minus_infinity_count_nothing_and_nan_stays(v: int, moments: b
     columns = torch.full((3,), -1)
     found = interpreted(fused_state, x, w, columns, moments)
     wanted = reference.strip_state(x, w, columns, moments=moments)
-    assert found[2, 1].isnan()  # and so is all that r is added to
-    assert wanted[2, 1].isnan()
+    # In the maximum or in r, from where it reaches all that they are merged with.
+    assert found[2, :2].isnan().any()
+    assert wanted[2, :2].isnan().any()
     torch.testing.assert_close(found[:2], wanted[:2], rtol=1e-6, atol=1e-6)
     if v == 1 and not moments:
         assert found[0, 1] == -1.0
