@@ -721,6 +721,119 @@ def test_stand_alone_a_forgotten_optimizer_lets_go_of_the_parameters():
     assert all(p.grad is not None for p in net.parameters())
 
 
+WRONG_OPTIONS = [
+    ({"lr": -1}, r"lr is -1; .* for instance 0\.001$"),
+    ({"lr": math.nan}, "lr is nan"),
+    ({"lr": "1e-3"}, "lr is '1e-3'"),
+    ({"lr": torch.ones(2)}, "lr is tensor"),
+    ({"betas": (1.5, 0.9)}, r"betas is \(1\.5, 0\.9\); .* for instance \(0\.9, 0\.999\)$"),
+    ({"betas": (0.9, math.nan)}, "betas is"),
+    ({"betas": 0.9}, "betas is 0.9"),
+    ({"eps": -1.0}, "eps is -1.0; .* for instance 1e-08$"),
+    ({"weight_decay": -1.0}, r"weight_decay is -1\.0; .* for instance 0\.01$"),
+    ({"weight_decay": math.inf}, "weight_decay is inf"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), WRONG_OPTIONS, ids=[str(o) for o, _ in WRONG_OPTIONS]
+)
+def test_stand_alone_options_that_cannot_work_are_refused_for_all_and_for_a_group(options, message):
+    net = model()
+    with pytest.raises(InputError, match=f"^{message}"):
+        OffloadStreamAdamW(net.parameters(), **options)
+    with pytest.raises(InputError, match=f"^parameter group 1: {message}"):
+        OffloadStreamAdamW(
+            [{"params": [net[0].weight]}, {"params": [net[0].bias]} | options], lr=1e-3
+        )
+    train(net, OffloadStreamAdamW(net.parameters(), lr=torch.tensor(0.0), betas=[0.0, 0.9]), [1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 0}, "^slots is 0; it must be a whole number from 1 up, for instance 2$"),
+        ({"slots": 1.5}, r"^slots is 1\.5"),
+        ({"bucket_parameters": 0}, "^bucket_parameters is 0; .* for instance 4194304$"),
+        ({"arena": "state.bin"}, r"^arena: state\.bin must end in \.arena.* state\.bin\.arena$"),
+    ],
+    ids=["no slots", "half a slot", "no bucket", "other suffix"],
+)
+def test_stand_alone_an_arena_that_cannot_work_names_the_argument(options, message):
+    with pytest.raises(InputError, match=message):
+        OffloadStreamAdamW(model().parameters(), **options)
+
+
+@pytest.mark.parametrize(
+    ("clip", "message"),
+    [
+        (-1.0, r"^clip is -1\.0; .* for instance 1\.0"),
+        (0, "^clip is 0"),
+        (math.nan, "^clip is nan"),
+        ("1", "^clip is '1'"),
+        (lambda: 1.0, "takes no closure"),
+    ],
+    ids=["negative", "zero", "nan", "text", "closure"],
+)
+def test_stand_alone_a_step_that_is_refused_changes_nothing_and_can_be_done_right(clip, message):
+    ours, undisturbed = model(), model()
+    optimizer, other = (OffloadStreamAdamW(net.parameters()) for net in (ours, undisturbed))
+    train(ours, optimizer, [0])
+    train(undisturbed, other, [0])
+    backward(ours, 1)
+    before = copy.deepcopy(ours.state_dict())
+    with pytest.raises(InputError, match=message):
+        optimizer.step(clip)
+    assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+    backward(undisturbed, 1)
+    assert optimizer.step(clip=0.1) == other.step(clip=0.1)
+    train(ours, optimizer, [2])
+    train(undisturbed, other, [2])
+    assert all(map(torch.equal, ours.parameters(), undisturbed.parameters()))
+
+
+def test_stand_alone_parameters_belong_to_one_optimizer_until_it_is_closed_or_forgotten():
+    net = model()
+    first = OffloadStreamAdamW(net.parameters())
+    with pytest.raises(InputError, match=r"parameter 1 of group 1, \[3\], .* call close\(\)"):
+        OffloadStreamAdamW(
+            [
+                {"params": [torch.nn.Parameter(torch.ones(1))]},
+                {"params": [torch.nn.Parameter(torch.ones(1)), net[3].bias]},
+            ]
+        )
+    train(net, first, [0])
+    first.close()
+    second = OffloadStreamAdamW(net.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(second, step_size=1)
+    train(net, second, [1])
+    del second, schedule
+    train(net, OffloadStreamAdamW(net.parameters()), [2])
+
+
+def test_stand_alone_a_parameter_without_a_gradient_moves_as_with_a_gradient_of_zero():
+    idle, busy = (torch.nn.Parameter(seeded(size, size)) for size in (5, 7))
+    twins = [torch.nn.Parameter(p.detach().clone()) for p in (idle, busy)]
+    optimizer, reference = (
+        kind([a, b], lr=0.1)
+        for kind, a, b in ((OffloadStreamAdamW, idle, busy), (torch.optim.AdamW, *twins))
+    )
+    for step in range(3):
+        for a, b in ((idle, busy), twins):
+            b.square().sum().backward()
+            if step == 0:
+                a.square().sum().backward()
+        if step:
+            twins[0].grad = torch.zeros(5)
+        before = idle.detach().clone()
+        optimizer.step()
+        reference.step()
+        reference.zero_grad()
+        assert not torch.equal(idle, before)
+    for mine, other in zip((idle, busy), twins, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+
+
 def test_stand_alone_what_is_not_supported_is_said():
     net = model()
     with pytest.raises(InputError, match=r"update_on: gpu is not known; use one of host, device"):

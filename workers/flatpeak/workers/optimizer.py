@@ -11,7 +11,7 @@ import secrets
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,12 @@ from flatpeak.workers.buckets import Bucket, BucketIndex, Range, Shard, cut_buck
 from flatpeak.workers.device_update import DeviceUpdate, Slots, Target, streams_of
 from flatpeak.workers.errors import CheckpointError, InputError, RunFailed
 from flatpeak.workers.gradients import GradientStream, clipping_factor, global_norm
+from flatpeak.workers.optimizer_options import (
+    check_arena,
+    check_clip,
+    check_count,
+    check_group,
+)
 from flatpeak.workers.update_rates import measure_device_rates, measure_host_rate
 from flatpeak.workers.update_split import UPDATE_ON, assign_updates, split_updates
 
@@ -229,8 +235,11 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
     Parameters that need no gradient when it is made are left alone.
 
     Each gradient moves to the arena as soon as backward has accumulated it, and `.grad` is freed;
-    several backward passes add up in fp32, `zero_grad` drops them, and `step` therefore clips
-    itself. Parameters loaded or changed between steps take their masters along.
+    several backward passes add up in fp32, and `zero_grad` drops them. So
+    `torch.nn.utils.clip_grad_norm_` before `step` finds no gradients and silently does nothing:
+    clip with `step(clip=...)`. A parameter without a gradient in a step has gradient zero, where
+    torch skips it: its moments decay, and they and weight decay still move it. Parameters loaded or
+    changed between steps take their masters along.
 
     `arena` is the file to use (ending in .arena), or None for a nameless one in /dev/shm. `slots`
     is the number of spare frames of `bucket_parameters` elements that updates are written to.
@@ -239,6 +248,9 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
     pass through it at once, 18 bytes a parameter of them. "auto" divides the buckets by measured
     rates so that both sides finish together; on a CPU it is "host". The state lies in the arena
     either way, and nothing else changes; the result too stays to the bit on a CPU.
+
+    Raises `InputError` for arguments that cannot work, and for parameters that another living
+    optimizer of this class holds: the two would take each other's gradients.
     """
 
     def __init__(
@@ -258,9 +270,16 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
             raise InputError(
                 f"update_on: {update_on} is not known; use one of {', '.join(UPDATE_ON)}"
             )
-        self._held: dict[Tensor, Range] = {}
+        check_arena(arena)
+        check_count("slots", slots, 2)
+        check_count("bucket_parameters", bucket_parameters, 4_194_304)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_group(defaults)
+        self._held: dict[Tensor, Range] = {}
         super().__init__(params, defaults)
+        for number, options in enumerate(self.param_groups):
+            check_group(options, f"parameter group {number}: ")
+            _check_free(options["params"], number)
         # Buckets of two ranks never mix; here a parameter group plays the part of a rank, so that
         # each bucket has one learning rate.
         shards = [
@@ -286,7 +305,7 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         self._version = 0
         for core in self._cores:
             core.commit_load(self._version)
-        take = _taker(weakref.ref(self))
+        take = _Taker(self)
         self._hooks = [p.register_post_accumulate_grad_hook(take) for p in self._held]
         self.zero_grad()
 
@@ -310,8 +329,10 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         """Update with gradients scaled down to a global norm of `clip`; returns the norm before.
 
         With `group`, its ranks hold different shards and the norm is taken over all of them. A
-        norm that is not finite skips the step: nothing changes but `skipped_steps`.
+        norm that is not finite skips the step: nothing changes but `skipped_steps`. Raises
+        `InputError` for a closure or a `clip` that is no number above 0, and changes nothing.
         """
+        clip = check_clip(clip)
         for p in self._held:
             self._take_gradient(p)
         self._stream.finish()
@@ -462,14 +483,32 @@ def _local(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
-def _taker(optimizer: weakref.ref[OffloadStreamAdamW]) -> Callable[[Tensor], None]:
-    # A weak reference: a parameter must not keep a forgotten optimizer and its arena alive.
-    def take(p: Tensor) -> None:
-        living = optimizer()
+class _Taker:
+    """The hook of each held parameter."""
+
+    def __init__(self, optimizer: OffloadStreamAdamW) -> None:
+        # A weak reference: a parameter must not keep a forgotten optimizer and its arena alive.
+        self.optimizer = weakref.ref(optimizer)
+
+    def __call__(self, p: Tensor) -> None:
+        living = self.optimizer()
         if living is not None:
             living._take_gradient(p)
 
-    return take
+
+def _check_free(parameters: Sequence[Tensor], group: int) -> None:
+    for place, p in enumerate(parameters):
+        if p.requires_grad and _is_taken(p):
+            raise InputError(
+                f"parameter {place} of group {group}, {list(p.shape)}, belongs to another "
+                "OffloadStreamAdamW; call close() on that one first"
+            )
+
+
+def _is_taken(p: Tensor) -> bool:
+    hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+    takers = [hook for hook in hooks.values() if isinstance(hook, _Taker)]
+    return any(hook.optimizer() is not None for hook in takers)
 
 
 def _divided(

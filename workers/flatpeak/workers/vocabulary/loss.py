@@ -43,7 +43,8 @@ def ring_cross_entropy(
     """Negative log likelihood of each own token under the whole sharded vocabulary.
 
     Every rank of `group` calls this with its own tokens (their number may differ and may be 0) and
-    then runs backward, both as one collective. No tensor of tokens x vocabulary elements is made.
+    then runs backward, both as one collective. No tensor of tokens x vocabulary elements is made,
+    unless it fits one tile: those chosen by bytes have a least size (2 MiB of fp32 logits).
     Options must be the same on all ranks; tokens and their weights are each rank's own.
 
     Args:
