@@ -95,7 +95,9 @@ def _update(arrays, weights, numbers, place, inside):
     m = tl.load(exp_avg + place, mask=inside)
     v = tl.load(exp_avg_sq + place, mask=inside)
     g = tl.load(gradient + place, mask=inside).to(tl.float32) * clip_factor
-    m += (g - m) * in_avg
+    # From the nearer end, as in torch.lerp: from the other one, digits cancel.
+    change = g - m
+    m = tl.where(in_avg < 0.5, m + change * in_avg, g - change * (1.0 - in_avg))
     v = v * beta2 + g * g * in_avg_sq
     # The rounded root and quotient: the fast ones are off by more, and flush small numbers.
     denominator = tl.div_rn(tl.sqrt_rn(v), correction) + eps
