@@ -156,7 +156,7 @@ def test_a_model_larger_than_the_shared_memory_does_not_fit(tmp_path, capsys):
     code, text = refused(job, tmp_path, capsys)
     assert code == 3
     assert "the arenas take at least" in text
-    assert f"cluster.shm_dir = {tmp_path / 'shm'} has" in text
+    assert f"cluster.shm_dir = {tmp_path / 'shm'}, and {tmp_path / 'shm'} has" in text
 
 
 @pytest.mark.parametrize("damage", ["missing", "misshapen", "whole numbers"])
