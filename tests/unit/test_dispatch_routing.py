@@ -12,6 +12,7 @@ from flatpeak.workers.dispatch.agreement import agree
 from flatpeak.workers.dispatch.assignment import DispatchPlan
 from flatpeak.workers.dispatch.counting import steps_at_once
 from flatpeak.workers.dispatch.cutting import Bounds, Extent
+from flatpeak.workers.dispatch.routing import Chunk
 from flatpeak.workers.errors import InputError
 from moe_families import random_ids
 from ranks import run_ranks
@@ -101,6 +102,14 @@ def test_a_layer_of_more_chunks_than_are_counted_at_once_is_counted_whole(foreig
     assert_counted(900, ids, chosen)
 
 
+def taken(chunk: Chunk, tokens: int) -> list[int]:
+    return chunk.share.positions(tokens, torch.device("cpu")).tolist()
+
+
+def part(rows: torch.Tensor, view: Routing, number: int) -> torch.Tensor:
+    return rows[taken(view.chunks[number], len(rows))]
+
+
 def assert_counted(experts: int, ids: list[torch.Tensor], chosen: DispatchOptions) -> None:
     views = routings(experts, ids, chosen)
     labels = expected_labels(views[0].plan, ids)
@@ -110,11 +119,11 @@ def assert_counted(experts: int, ids: list[torch.Tensor], chosen: DispatchOption
         local = range(view.first_instance, view.first_instance + view.instances)
         for number, chunk in enumerate(view.chunks):
             rows = [
-                [{owners[label] for label in token} for token in each[v.chunks[number].tokens]]
-                for each, v in zip((label.tolist() for label in labels), views, strict=True)
+                [{owners[label] for label in token} for token in part(each, v, number).tolist()]
+                for each, v in zip(labels, views, strict=True)
             ]
             routes = [
-                label[v.chunks[number].tokens].flatten().tolist()
+                part(label, v, number).flatten().tolist()
                 for label, v in zip(labels, views, strict=True)
             ]
             elsewhere = [other for other in range(len(views)) if other != rank]
@@ -178,7 +187,7 @@ def test_the_chunks_of_a_rank_cover_its_tokens_once(
     experts, ids = routed
     for rank, view in enumerate(routings(experts, ids, chosen)):
         tokens = range(len(ids[rank]))
-        covered = [token for chunk in view.chunks for token in tokens[chunk.tokens]]
+        covered = [position for chunk in view.chunks for position in taken(chunk, len(tokens))]
         assert sorted(covered) == list(tokens)
 
 
@@ -195,19 +204,6 @@ def test_chunks_are_as_many_as_the_fullest_rank_needs_but_no_more_than_allowed()
     for most, expected in ((8, 8), (64, 10)):
         chosen = DispatchOptions(tokens_per_chunk=4, max_chunks=most)
         assert {len(view.chunks) for view in routings(4, ids, chosen)} == {expected}
-
-
-@pytest.mark.parametrize("period", [2, 4, 7, 32, 124])
-def test_what_repeats_in_a_layer_spreads_over_all_chunks_of_a_budget(period: int):
-    ids = torch.arange(7936)[:, None] % period
-    for wanted in (4, 8, 16, 24):
-        chosen = DispatchOptions(budget_bytes=-(-len(ids) // wanted))
-        view = assumed_routing(
-            [ids], rank=0, experts=period, options=chosen, footprint=lambda extent: extent.tokens
-        )
-        assert wanted <= len(view.chunks) <= 1.25 * wanted
-        rarest = min(min(chunk.own_routes) for chunk in view.chunks)
-        assert rarest >= len(ids) // (period * len(view.chunks))
 
 
 def _agree(rank: int, ids: list[torch.Tensor], chosen: DispatchOptions) -> Routing:

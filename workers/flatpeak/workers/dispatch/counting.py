@@ -16,6 +16,7 @@ from flatpeak.workers.dispatch.assignment import DispatchPlan
 from flatpeak.workers.dispatch.cutting import Cut
 from flatpeak.workers.dispatch.peers import Peers, to_host
 from flatpeak.workers.dispatch.routing import Chunk, Routing, visits
+from flatpeak.workers.dispatch.shares import window_positions
 
 
 class Columns:
@@ -71,14 +72,13 @@ def _step_table(view: Routing, labels: torch.Tensor, steps: range, cut: Cut) -> 
 
 
 def _turns(view: Routing, labels: torch.Tensor, steps: range, cut: Cut) -> Iterator[torch.Tensor]:
-    """The labels [n, k] int64 of the tokens whose position modulo the steps of `cut` is in `steps`,
-    some at a time, as many for each of the steps."""
-    turns = len(labels) // cut.steps
-    whole, rest = labels.split([turns * cut.steps, len(labels) - turns * cut.steps])
-    whole = whole.unflatten(0, (turns, cut.steps))[:, steps.start : steps.stop]
-    for part in whole.split(max(1, TOKENS_AT_ONCE // len(steps))):
-        yield part.long().flatten(0, 1)
-    rest = rest[steps.start : steps.stop]
+    """The labels [n, k] int64 of the tokens that `steps` of `cut` take, some at a time, as many for
+    each of the steps."""
+    windows, at_once = len(labels) // cut.steps, max(1, TOKENS_AT_ONCE // len(steps))
+    for first in range(0, windows, at_once):
+        part = range(first, min(first + at_once, windows))
+        yield labels[window_positions(part, steps, cut.steps, labels.device).view(-1)].long()
+    rest = labels[windows * cut.steps :][steps.start : steps.stop]
     # A token that is missing has a label behind all others, see `_count_turn`.
     nowhere = view.plan.first_instance[-1] + view.plan.ranks - view.rank - 1
     yield F.pad(rest.long(), (0, 0, 0, len(steps) - len(rest)), value=nowhere)
@@ -164,6 +164,6 @@ class Counted:
         sizes = (self.sent[:, :, None] * sends[rank], received * sends[:, None], own, landed)
         by_chunk = (each.reshape(len(each), cut.chunks).T.tolist() for each in sizes)
         return tuple(
-            Chunk(cut.tokens(number, rank), *map(tuple, chunk))
+            Chunk(cut.share(number, rank), *map(tuple, chunk))
             for number, chunk in enumerate(zip(*by_chunk, strict=True))
         )

@@ -6,15 +6,16 @@ Each rank asks for a cut from its own sizes; the finest that any of them asks fo
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import ceil, isqrt
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 
 from flatpeak.workers.dispatch.options import DispatchOptions
+from flatpeak.workers.dispatch.shares import Share
 from flatpeak.workers.errors import InputError
 
-# Strided chunks resemble each other, up to this much.
+# Chunks resemble each other, up to this much.
 _UNEVENNESS = 1.03
 
 
@@ -57,8 +58,8 @@ Footprint = Callable[[Extent], int]
 class Cut:
     """How each rank's tokens are cut into chunks.
 
-    Chunk number `t * groups + g` takes token positions t, t + steps, ... of each rank that is g
-    modulo `groups`. Groups exceed 1 only where one token a rank is already too many.
+    Chunk number `t * groups + g` takes step t of each rank that is g modulo `groups`, see `Share`.
+    Groups exceed 1 only where one token a rank is already too many.
     """
 
     steps: int
@@ -68,9 +69,9 @@ class Cut:
     def chunks(self) -> int:
         return self.steps * self.groups
 
-    def tokens(self, chunk: int, rank: int) -> slice:
+    def share(self, chunk: int, rank: int) -> Share:
         step, group = divmod(chunk, self.groups)
-        return slice(step, None, self.steps) if rank % self.groups == group else slice(0, 0)
+        return Share(step, self.steps) if rank % self.groups == group else Share()
 
 
 def first_cut(tokens: int, options: DispatchOptions) -> Cut:
@@ -79,24 +80,6 @@ def first_cut(tokens: int, options: DispatchOptions) -> Cut:
         return Cut(1)
     wanted = max(1, ceil(tokens / options.tokens_per_chunk))
     return Cut(min(wanted, options.max_chunks))
-
-
-def _apart_from_periods(steps: int) -> int:
-    """The least number from `steps` on that is 1, 2 or a power of one odd prime.
-
-    What repeats in the layer with a period, as rows of one length do, then spreads over all chunks
-    alike, unless the period is a multiple of that prime: few are, and of 2 nearly all.
-    """
-    while steps > 2 and (steps % 2 == 0 or not _is_prime_power(steps)):
-        steps += 1
-    return steps
-
-
-def _is_prime_power(number: int) -> bool:
-    least = next((d for d in range(2, isqrt(number) + 1) if number % d == 0), number)
-    while number % least == 0:
-        number //= least
-    return number == 1
 
 
 class Demand(NamedTuple):
@@ -131,7 +114,7 @@ class Bounds:
                 cut.steps + 1,
                 key=lambda s: self._holds(_estimate(extent, cut.steps, s)),
             )
-            return Demand(min(_apart_from_periods(steps), tokens), 1)
+            return Demand(steps, 1)
         if cut.groups < extent.ranks:
             return Demand(cut.steps, min(extent.ranks, 2 * cut.groups))
         assert self.footprint is not None, f"{extent} exceeds a cap of rows with one sender"

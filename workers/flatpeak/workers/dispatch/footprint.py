@@ -140,7 +140,7 @@ def _table_bytes(sizes: LayerSizes, extent: Extent) -> int:
     return (
         routes * (_LABEL + sizes.weight_dtype.itemsize + _INDEX)
         + extent.computed * 2 * _INDEX
-        + extent.sent * 2 * _INDEX * min(_FLIGHTS, extent.chunks)
+        + (extent.tokens + extent.sent * 2) * _INDEX * min(_FLIGHTS, extent.chunks)
     )
 
 
@@ -161,8 +161,10 @@ def _agreeing_bytes(sizes: LayerSizes, extent: Extent) -> int:
     # compute them and the sums of rows, then with what the other ranks counted. Coarser cuts were
     # counted before, of as many tokens in a turn.
     turn = max(min(extent.layer_tokens, TOKENS_AT_ONCE), steps)
+    taking = 3 * _INDEX + sizes.k * (_LABEL + _INDEX)
     counting = extent.layer_tokens * sizes.k * _LABEL + 2 * steps * (columns + 1) * _COUNT
     counting += max(
+        turn * taking,
         turn * (2 * sizes.k * _INDEX + extent.ranks) + steps * extent.ranks * _COUNT,
         steps * extent.ranks * (1 + extent.held) * _COUNT,
     )
@@ -174,8 +176,12 @@ def _block_bytes(sizes: LayerSizes, extent: Extent) -> int:
     """The largest block at its fullest; or, when none is computed, what it takes to find the rows
     that leave, to sort the routes, and to add results that came home."""
     finding = extent.tokens * (2 * sizes.k * _INDEX + extent.ranks * (2 + 2 * _INDEX))
-    sorting = extent.computed * 4 * _INDEX
-    adding = extent.sent_to_one * sizes.hidden * accurate(sizes.dtype).itemsize * sizes.narrow
+    # The places of own tokens and of landed rows, then of the routes among them.
+    sorting = extent.computed * 2 * _INDEX
+    sorting += max(sorting, (extent.tokens + extent.received) * _INDEX)
+    adding = extent.sent_to_one * accurate(sizes.dtype).itemsize
+    adding = max(adding, min(sizes.block_routes, extent.tokens) * sizes.dtype.itemsize)
+    adding *= sizes.hidden * sizes.narrow
     block = min(sizes.block_routes, extent.computed)
     part = min(sizes.block_routes, extent.computed_by_one)
     return max(finding, sorting, adding, _fullest(sizes, block, part))

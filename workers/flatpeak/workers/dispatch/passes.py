@@ -153,8 +153,9 @@ class _Pass(ABC):
         chunk = self._routing.chunks[number]
         slot = self._buffers.slots[number % len(self._buffers.slots)]
         with self._lanes.travelling():
-            ranks_of = self._owners[self._labels[chunk.tokens].long()]
-            journey = Journey(ranks_of, self._routing, chunk)
+            positions = chunk.share.positions(len(self._labels), self._labels.device)
+            ranks_of = self._owners[self._labels[positions].long()]
+            journey = Journey(positions, ranks_of, self._routing, chunk)
             outgoing = self._buffers.outgoing[: sum(chunk.send)]
             for which, value in enumerate(self._values):
                 journey.gather(value, self._rows.value(outgoing, which))
@@ -174,15 +175,17 @@ class _Pass(ABC):
     def _compute(self, flight: _Flight) -> None:
         chunk, slot = flight.chunk, flight.slot
         landing = slot.landing[: flight.received]
-        labels = torch.cat([self._labels[chunk.tokens], self._rows.labels(landing)])
-        weights = torch.cat(
-            [self._route_weights[chunk.tokens], self._rows.route_weights(landing)]
+        positions = flight.journey.positions
+        labels = _own_and_landed(self._labels, positions, self._rows.labels(landing))
+        weights = _own_and_landed(
+            self._route_weights, positions, self._rows.route_weights(landing)
         ).view(-1)
         landed = [self._rows.value(landing, which) for which in range(len(self._values))]
         sums = slot.sums if self._buffers.wide is None else self._buffers.wide
         sums = sums[: flight.received].zero_()
         own = self._result if slot.own is None else slot.own.zero_()
-        for block in blocks(labels, self._routing, chunk, size=block_routes(self._result.device)):
+        size = block_routes(self._result.device)
+        for block in blocks(labels, positions, self._routing, chunk, size=size):
             scale = weights[block.routes].to(sums.dtype).unsqueeze(-1)
             self._wait_for_foreign(block)
             values = self._compute_block(flight, block, landed, scale)
@@ -220,8 +223,21 @@ class _Pass(ABC):
                 flight.journey.scatter(self._result, returned)
             else:
                 flight.journey.scatter(own, returned, chunk_sized=True)
-                place = self._result[flight.chunk.tokens]
-                place.copy_(own[: len(place)])
+                # In pieces, since each is first made as narrow as the result.
+                size = block_routes(own.device)
+                for places in flight.journey.positions.split(size):
+                    own, part = own[len(places) :], own[: len(places)]
+                    self._result.index_copy_(0, places, part.to(self._result.dtype))
+
+
+def _own_and_landed(
+    of_layer: torch.Tensor, positions: torch.Tensor, landed: torch.Tensor
+) -> torch.Tensor:
+    """[n + received, ...]: the rows of the layer-sized table at `positions` [n], then `landed`."""
+    joined = of_layer.new_empty((len(positions) + len(landed), *of_layer.shape[1:]))
+    torch.index_select(of_layer, 0, positions, out=joined[: len(positions)])
+    joined[len(positions) :] = landed
+    return joined
 
 
 class Forward(_Pass):
@@ -303,7 +319,7 @@ class Backward(_Pass):
     def _send_back(self, flight: _Flight) -> None:
         super()._send_back(flight)
         with self._lanes.travelling():
-            own = len(self._d_route_weights[flight.chunk.tokens])
+            own = len(flight.journey.positions)
             rows = flight.slot.d_route_weights[own : own + flight.received]
             flight.returning.append(
                 self._return(flight, rows, self._buffers.returned_d_route_weights)
@@ -311,7 +327,8 @@ class Backward(_Pass):
 
     def _bring_home(self, flight: _Flight) -> None:
         with self._lanes.travelling():
-            place = self._d_route_weights[flight.chunk.tokens]
-            place.copy_(flight.slot.d_route_weights[: len(place)])
+            places = flight.journey.positions
+            own = flight.slot.d_route_weights[: len(places)]
+            self._d_route_weights.index_copy_(0, places, own)
             flight.journey.scatter(self._d_route_weights, flight.returning[1].wait())
         super()._bring_home(flight)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from flatpeak.workers.dispatch.assignment import DispatchPlan
 from flatpeak.workers.dispatch.cutting import Extent
+from flatpeak.workers.dispatch.shares import Share
 
 Group = dist.ProcessGroup | None
 
@@ -20,8 +21,8 @@ LABEL = torch.int16
 class Chunk:
     """The part of the layer that is on its way at once, as one rank sees it."""
 
-    tokens: slice
-    """This rank's token positions: a strided slice, so that every chunk is like the whole."""
+    share: Share
+    """This rank's tokens."""
     send: tuple[int, ...]
     """Rows to each rank; none to itself, they are read in place."""
     receive: tuple[int, ...]
@@ -54,7 +55,7 @@ class Routing:
         chunks = self.chunks
         computed = [list(map(sum, zip(c.own_routes, c.landed_routes, strict=True))) for c in chunks]
         return Extent(
-            tokens=max(len(range(tokens)[chunk.tokens]) for chunk in chunks),
+            tokens=max(chunk.share.size(tokens) for chunk in chunks),
             sent=max(sum(chunk.send) for chunk in chunks),
             sent_to_one=max(max(chunk.send) for chunk in chunks),
             received=max(sum(chunk.receive) for chunk in chunks),

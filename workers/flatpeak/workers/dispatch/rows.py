@@ -62,14 +62,18 @@ def aligned(nbytes: int) -> int:
 class Journey:
     """Which own tokens of a chunk travel, and where what comes back is added."""
 
-    def __init__(self, ranks_of: torch.Tensor, routing: Routing, chunk: Chunk) -> None:
-        """`ranks_of` [n, k]: the rank that computes each route of the chunk's own tokens."""
+    def __init__(
+        self, positions: torch.Tensor, ranks_of: torch.Tensor, routing: Routing, chunk: Chunk
+    ) -> None:
+        """`positions` [n] of the chunk's own tokens in the layer, and `ranks_of` [n, k]: the rank
+        that computes each of their routes."""
+        self.positions = positions
         self._chunk = chunk
         travels = visits(ranks_of, routing.plan.ranks, routing.rank)
         # Stable, so rows to one rank keep the order of their tokens.
         order = torch.argsort((~travels.T).flatten().to(torch.int8), stable=True)
         self._numbers = order[: sum(chunk.send)] % max(1, len(ranks_of))
-        self._places = positions(chunk, self._numbers)
+        self._places = positions[self._numbers]
 
     def gather(self, table: torch.Tensor, rows: torch.Tensor) -> None:
         """Put the travelling rows of the layer-sized `table` [N, ...] into `rows`."""
@@ -86,11 +90,6 @@ class Journey:
         for numbers, rows in zip(tokens.split(send), returned.split(send), strict=True):
             if len(rows):
                 total.index_add_(0, numbers, rows.to(total.dtype))
-
-
-def positions(chunk: Chunk, tokens: torch.Tensor) -> torch.Tensor:
-    """Positions in the layer of the chunk's own token numbers."""
-    return tokens * (chunk.tokens.step or 1) + chunk.tokens.start
 
 
 @dataclass(frozen=True)
@@ -135,10 +134,13 @@ class Block:
         return zip(sides, *parts, strict=True)
 
 
-def blocks(labels: torch.Tensor, routing: Routing, chunk: Chunk, *, size: int) -> Iterator[Block]:
+def blocks(
+    labels: torch.Tensor, positions: torch.Tensor, routing: Routing, chunk: Chunk, *, size: int
+) -> Iterator[Block]:
     """This rank's routes among `labels` [rows, k], at most `size` in a block.
 
-    Labels of own tokens come first. Native and foreign instances never share a block.
+    Labels of own tokens, whose `positions` in the layer are given, come first. Native and foreign
+    instances never share a block.
     """
     local = labels.flatten() - routing.first_instance
     elsewhere = routing.instances
@@ -147,12 +149,10 @@ def blocks(labels: torch.Tensor, routing: Routing, chunk: Chunk, *, size: int) -
     routes = torch.argsort(local, stable=True)[:computed]
     del local
     rows = routes // labels.shape[1]
-    own_tokens = labels.shape[0] - sum(chunk.receive)
-    landed = rows - own_tokens
-    is_own = rows < own_tokens
-    places = torch.where(is_own, positions(chunk, rows), landed)
-    rows = torch.where(is_own, rows, landed)
-    del landed, is_own
+    places = torch.cat([positions, torch.arange(sum(chunk.receive), device=rows.device)])[rows]
+    landed = rows - len(positions)
+    rows = torch.where(landed < 0, rows, landed)
+    del landed
     natives = len(routing.plan.natives[routing.rank])
     start = 0
     for pieces in _packed(chunk, natives, size):
