@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from fake_grafana import TOKEN, FakeGrafana, fake_grafana
 from flatpeak.controller.cli import run_command
@@ -208,3 +211,31 @@ def test_pushing_without_a_token_is_refused(
         monkeypatch.setenv("GRAFANA_TOKEN", token)
     assert run_command(["dashboards", "push"]) == 2
     assert "GRAFANA_TOKEN" in capsys.readouterr().err
+
+
+def typed(board: Any) -> Any:
+    """The dashboard as read into the types of Grafana's own SDK and written again."""
+    register_default_plugins()
+    read = Dashboard.from_json(json.loads(json.dumps(board)))
+    return json.loads(json.dumps(read, cls=JSONEncoder))
+
+
+def lost(given: Any, kept: Any, path: str = "") -> list[str]:
+    """What of `given` is not in `kept`, which may have more."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        return [text for key in given for text in lost(given[key], kept.get(key), f"{path}/{key}")]
+    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        pairs = enumerate(zip(given, kept, strict=True))
+        return [text for n, pair in pairs for text in lost(*pair, f"{path}[{n}]")]
+    return [] if given == kept else [f"{path}: {given!r}, {kept!r}"]
+
+
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_the_types_of_grafana_know_all_of_a_dashboard(board: dict[str, Any]):
+    assert lost(board, typed(board)) == []
+
+
+def test_the_types_of_grafana_lose_what_they_do_not_know():
+    board = json.loads(json.dumps(dashboards()[0]))
+    board["panels"][-1]["fieldConfig"]["defaults"]["custom"]["nonsense"] = 1
+    assert [text.rpartition("/")[2] for text in lost(board, typed(board))] == ["nonsense: 1, None"]
