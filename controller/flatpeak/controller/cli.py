@@ -155,6 +155,51 @@ def stop(
     print(json.dumps({"run": run, "state": str(state)}) if as_json else f"{run}: {state}")
 
 
+boards = typer.Typer(help="Grafana dashboards of the peaks: as files, or pushed.")
+app.add_typer(boards, name="dashboards", no_args_is_help=True)
+BoardsDir = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the JSON files.")]
+
+
+@boards.command("render")
+def render_boards(folder: BoardsDir = Path("dashboards"), as_json: Json = False) -> None:
+    """Write the dashboards as JSON, for provisioning or import by hand."""
+    from flatpeak.controller.dashboards import render_files
+
+    _say("wrote", [str(path) for path in render_files(folder)], as_json=as_json)
+
+
+@boards.command("check")
+def check_boards(folder: BoardsDir = Path("dashboards"), as_json: Json = False) -> None:
+    """Say which files are not what this version renders; exit 2 if any."""
+    from flatpeak.controller.dashboards import check_files
+
+    if differing := check_files(folder):
+        names = ", ".join(map(str, differing))
+        raise InputError(f"not as this version renders them: {names}; flatpeak dashboards render")
+    _say("as rendered", [str(folder)], as_json=as_json)
+
+
+@boards.command("push")
+def push_boards(
+    url: Annotated[
+        str, typer.Option(envvar="GRAFANA_URL", help="Where a browser opens Grafana.")
+    ] = "http://localhost:3000",
+    as_json: Json = False,
+) -> None:
+    """Put the dashboards into Grafana; the token is taken from GRAFANA_TOKEN."""
+    from flatpeak.controller.dashboards import dashboards
+    from flatpeak.controller.dashboards.grafana import Grafana, token_from_environment
+
+    grafana = Grafana(url, token_from_environment())
+    for each in dashboards():
+        _say("pushed" if grafana.push(each) else "unchanged", [each["title"]], as_json=as_json)
+
+
+def _say(what: str, names: Sequence[str], *, as_json: bool) -> None:
+    for name in names:
+        print(json.dumps({"result": what, "name": name}) if as_json else f"{what}: {name}")
+
+
 @app.command(
     context_settings={
         "allow_extra_args": True,

@@ -15,6 +15,7 @@ from flatpeak.controller.runs import RunEvent
 from flatpeak.controller.spec import ClusterSpec, Spec
 from flatpeak.workers.errors import ClusterError, DoesNotFit, SpecError
 from flatpeak.workers.host_memory import room
+from flatpeak.workers.metrics import NODE
 
 NAMESPACE = "flatpeak"
 _CONNECT_S = 5.0
@@ -33,7 +34,10 @@ def check_cluster(spec: Spec, *, parameters: int) -> None:
         return
     _check_gpus(cluster)
     _check_shared_memory(cluster, parameters)
-    _check_port(cluster.rendezvous_port)
+    _check_port("cluster.rendezvous_port", "127.0.0.1", cluster.rendezvous_port)
+    metrics = spec.metrics
+    if metrics.export and metrics.host != NODE:
+        _check_port("metrics.port", metrics.host, metrics.port)
 
 
 @contextmanager
@@ -148,13 +152,13 @@ def _check_shared_memory(cluster: ClusterSpec, parameters: int) -> None:
         )
 
 
-def _check_port(port: int) -> None:
+def _check_port(setting: str, host: str, port: int) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(("127.0.0.1", port))
+            listener.bind((host, port))
         except OSError as error:
             raise SpecError(
-                f"cluster.rendezvous_port = {port} cannot be had here: {error.strerror}; "
+                f"{setting} = {port} cannot be had at {host} of this machine: {error.strerror}; "
                 "0 takes any free port"
             ) from None

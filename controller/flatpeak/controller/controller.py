@@ -11,12 +11,13 @@ import os
 import threading
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from flatpeak.controller.leftovers import arena_name
+from flatpeak.controller.metrics import RunMetrics
 from flatpeak.controller.placement import (
     Placed,
     actors_beside,
@@ -42,7 +43,8 @@ from flatpeak.workers.actors import log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
 from flatpeak.workers.data import sample_ids
 from flatpeak.workers.dispatch import worst_of
-from flatpeak.workers.errors import DoesNotFit, RunFailed
+from flatpeak.workers.errors import ClusterError, DoesNotFit, RunFailed
+from flatpeak.workers.metrics import Serving
 from flatpeak.workers.optimizer import clipping_factor
 from flatpeak.workers.settings import dispatch_budget_of
 from flatpeak.workers.snapshot import (
@@ -71,8 +73,10 @@ class Controller:
     that all runs share.
     """
 
-    def __init__(self, spec: Spec, folder: str, token: str) -> None:
+    def __init__(self, spec: Spec, folder: str, token: str, serving: Serving | None) -> None:
         self.spec, self.folder, self._token = spec, Path(folder), token
+        self._serving = serving
+        self._metrics = RunMetrics(spec)
         log_to(str(self.folder / "logs"), "controller")
         log.info("controller, pid %d", os.getpid())
         self._stop = threading.Event()
@@ -95,6 +99,11 @@ class Controller:
 
     def run(self) -> Iterator[Event]:
         """Trains to the last step; yields what happens as it happens."""
+        for happened in self._run():
+            self._metrics.observe(happened)
+            yield happened
+
+    def _run(self) -> Iterator[Event]:
         end = "finished"
         try:
             try:
@@ -110,6 +119,7 @@ class Controller:
             raise
         finally:
             self._teardown()
+            self._metrics.close()
 
     # Start
 
@@ -128,6 +138,9 @@ class Controller:
         # Before the model is built, so that both start at once.
         for optimizer in start_optimizers(spec, self._workers, logs=logs, token=self._token):
             self._optimizers.append(optimizer)
+        if self._serving is not None:
+            yield self._metrics.serve(self._serving)
+            yield from self._export(self._serving, [*self._workers, *self._optimizers])
 
         host, port = self._ask(self._workers[:1], "rendezvous", "open_rendezvous")["worker 0"]
         self._ask(self._workers, "forming the process group", "join", host, port)
@@ -145,6 +158,15 @@ class Controller:
         yield from self._fill_arenas(buckets, regions)
         parameters = sum(bucket.size for bucket in buckets)
         yield event("started", parameters=parameters, buckets=len(buckets), step=self._committed)
+
+    def _export(self, serving: Serving, actors: list[Placed]) -> Iterator[Event]:
+        try:
+            served = self._ask(actors, "serving metrics", "serve_metrics", replace(serving, port=0))
+        except ClusterError as error:
+            yield event("warning", text=f"{error}; the run goes on without metrics of its actors")
+            return
+        for actor in actors:
+            self._metrics.add_target(actor.name, *served[actor.name])
 
     def _divide_updates(
         self, buckets: tuple[Bucket, ...], device: str

@@ -133,6 +133,9 @@ def event_line(event: RunEvent) -> str | None:
             return f"started with {detail['parameters']:,} parameters in {buckets}"
         case "resumed":
             return f"resumes after step {detail['step']}, from {detail['snapshot']}"
+        case "metrics":
+            address = detail["address"]
+            return f"metrics at http://{address}/metrics, processes at http://{address}/targets"
         case "snapshot":
             return f"snapshot of step {detail['step']}"
         case "warning":

@@ -19,6 +19,7 @@ from ray.exceptions import ActorAlreadyExistsError, RayError
 from flatpeak.controller.cluster import NAMESPACE, check_cluster, connected
 from flatpeak.controller.controller import Controller
 from flatpeak.controller.leftovers import remove_arenas
+from flatpeak.controller.metrics import serving_of
 from flatpeak.controller.resume import snapshot_to_resume
 from flatpeak.controller.runs import Event, RunEvent, RunFolder, StepRecord, Summary
 from flatpeak.controller.signals import StopSignals
@@ -59,6 +60,7 @@ def resolve(spec: Spec) -> Spec:
     open_weights(resolved)
     check_cluster(resolved, parameters=sum(weight.numel() for weight in model.parameters()))
     samples_of(resolved, vocab_size=vocab_size)
+    serving_of(resolved.metrics)
     return resolved
 
 
@@ -197,12 +199,13 @@ def _follow(spec: Spec, token: str, follower: _Follower, signals: StopSignals) -
 
 def _start_controller(spec: Spec, token: str, folder: RunFolder) -> Any:
     """The run's controller; its name in the cluster keeps a second run of that name out."""
+    serving = serving_of(spec.metrics)
     name = f"flatpeak-{spec.run}"
     actor = ray.remote(Controller).options(name=name, num_cpus=0, max_concurrency=2)
     deadline = time.monotonic() + _NAME_FREE_S
     while True:
         try:
-            return actor.remote(spec, str(folder.path.resolve()), token)
+            return actor.remote(spec, str(folder.path.resolve()), token, serving)
         except ActorAlreadyExistsError:
             # The one of a driver that was just killed goes within seconds.
             if time.monotonic() > deadline:

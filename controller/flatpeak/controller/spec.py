@@ -262,6 +262,16 @@ class SnapshotsSpec(Section):
 class MetricsSpec(Section):
     peaks: bool = True
     """Attribute memory peaks to components; under 1 % of a step on CUDA, more on CPU."""
+    export: bool = True
+    """Serve Prometheus metrics from every process, each at a port of its own."""
+    host: str = "127.0.0.1"
+    """Address to serve at; `node` takes the one by which the Ray cluster knows each node."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the controller, which lists the others' at /targets; 0 takes any free one."""
+    token_file: str | None = None
+    """File with a bearer token that scrapers must send; null asks for none."""
+    window_s: PositiveFloat = 60.0
+    """How long a peak stays in the window metric: a few scrape intervals."""
 
 
 class Spec(Section):

@@ -8,6 +8,7 @@ import faulthandler
 import logging
 import os
 import socket
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,14 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from flatpeak.workers.arena import Arena, sweep_stale
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.errors import ClusterError
+from flatpeak.workers.metrics import (
+    NODE,
+    MetricsServer,
+    OptimizerMetrics,
+    ProcessMetrics,
+    Serving,
+    WorkerMetrics,
+)
 from flatpeak.workers.optimizer import OptimizerCore
 from flatpeak.workers.settings import adamw_of
 from flatpeak.workers.snapshot import SnapshotPart, SnapshotReader, restore, write_snapshot_part
@@ -46,7 +55,27 @@ def log_to(folder: str, name: str) -> None:
     faulthandler.enable(stream)
 
 
-class TrainWorker:
+def at_this_node(serving: Serving) -> Serving:
+    """With the node's own address, where that is asked for."""
+    if serving.host != NODE:
+        return serving
+    return replace(serving, host=ray.util.get_node_ip_address())
+
+
+class _Exporting:
+    """A process with metrics."""
+
+    _metrics: ProcessMetrics
+    _server: MetricsServer | None = None
+
+    def serve_metrics(self, serving: Serving) -> tuple[str, dict[str, str]]:
+        """Begins to serve; returns the address and the process's labels."""
+        pages = {"/health": lambda: self._metrics.labels}
+        self._server = MetricsServer(at_this_node(serving), self._metrics.registry, pages=pages)
+        return self._server.address, self._metrics.labels
+
+
+class TrainWorker(_Exporting):
     """One rank: a `Trainer` and its place in the process group."""
 
     def __init__(self, spec: "Spec", rank: int, device: str, logs: str) -> None:
@@ -62,6 +91,7 @@ class TrainWorker:
         if device == "cuda":
             torch.cuda.set_device(self._device)
         self._trainer = Trainer(spec, rank=rank, device=self._device)
+        self._metrics: WorkerMetrics = WorkerMetrics(spec, rank)
         self._store: TCPStore | None = None
 
     def node(self) -> str:
@@ -130,6 +160,7 @@ class TrainWorker:
             log.exception("step %d failed", step)
             raise
         log.info("step %d: %.3f s, peaks %s", step, result.seconds, result.peaks)
+        self._metrics.observe(result)
         return result
 
     def update(self, step: int, lr: float, clip_factor: float | None) -> None:
@@ -137,7 +168,7 @@ class TrainWorker:
         self._trainer.update(step, lr=lr, clip_factor=clip_factor)
 
 
-class OptimizerActor:
+class OptimizerActor(_Exporting):
     """Owner of one arena: fills it, updates it, writes it to disk, removes it."""
 
     def __init__(self, spec: "Spec", index: int, logs: str) -> None:
@@ -147,6 +178,7 @@ class OptimizerActor:
         self._spec, self._index = spec, index
         self._arena: Arena | None = None
         self._core: OptimizerCore | None = None
+        self._metrics: OptimizerMetrics = OptimizerMetrics(spec, index)
 
     def create(
         self, path: str, buckets: tuple[Bucket, ...], slab_bytes: int, snapshot: Path | None
@@ -186,6 +218,7 @@ class OptimizerActor:
         """Returns when `step` is committed: also by the workers that update buckets themselves."""
         self.core.update(step, lr=lr, clip_factor=clip_factor)
         self.core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
+        self._metrics.observe(self.core)
 
     def snapshot(self, folder: str, step: int) -> SnapshotPart:
         return write_snapshot_part(folder, self.core.arena, actor=self._index, step=step)

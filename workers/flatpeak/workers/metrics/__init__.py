@@ -1,0 +1,23 @@
+"""Prometheus metrics of a run's processes: names, values, and the HTTP server of each process.
+
+Every process has a registry and a port of its own. A scrape reads and consumes nothing, so any
+number of scrapers see the same.
+"""
+
+from flatpeak.workers.metrics.names import METRICS, Metric
+from flatpeak.workers.metrics.process import ProcessMetrics
+from flatpeak.workers.metrics.roles import OptimizerMetrics, WorkerMetrics
+from flatpeak.workers.metrics.server import NODE, MetricsServer, Serving
+from flatpeak.workers.metrics.windows import WindowPeak
+
+__all__ = [
+    "METRICS",
+    "NODE",
+    "Metric",
+    "MetricsServer",
+    "OptimizerMetrics",
+    "ProcessMetrics",
+    "Serving",
+    "WindowPeak",
+    "WorkerMetrics",
+]
