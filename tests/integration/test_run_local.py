@@ -60,6 +60,7 @@ def test_a_run_equals_training_without_ray_and_leaves_its_folder_and_nothing_els
     assert sorted(path.name for path in run.snapshots.iterdir()) == ["step-2", "step-4"]
     actors = {"worker-0", "worker-1", "optimizer-0", "optimizer-1", "controller"}
     assert {path.stem for path in run.logs.iterdir()} == actors
+    assert "svg" in (run.path / "report.html").read_text()
     peaks = pq.read_table(run.path / "peaks.parquet").to_pylist()
     assert {row["step"] for row in peaks} == {1, 2, 3, 4}
     assert {"total", "dispatch", "vocabulary"} <= {row["component"] for row in peaks}

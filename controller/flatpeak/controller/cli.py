@@ -155,6 +155,15 @@ def stop(
     print(json.dumps({"run": run, "state": str(state)}) if as_json else f"{run}: {state}")
 
 
+@app.command()
+def report(run: RunName, runs_dir: RunsDir = Path("runs"), as_json: Json = False) -> None:
+    """Write a run's report, one HTML file; a run writes it at its end by itself."""
+    from flatpeak.controller.report import write_report
+    from flatpeak.controller.runs import RunFolder
+
+    _say("wrote", [str(write_report(RunFolder.open(runs_dir, run)))], as_json=as_json)
+
+
 boards = typer.Typer(help="Grafana dashboards of the peaks: as files, or pushed.")
 app.add_typer(boards, name="dashboards", no_args_is_help=True)
 BoardsDir = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the JSON files.")]

@@ -8,6 +8,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from flatpeak.controller.cluster import NAMESPACE, check_cluster, connected
 from flatpeak.controller.controller import Controller
 from flatpeak.controller.leftovers import remove_arenas
 from flatpeak.controller.metrics import serving_of
+from flatpeak.controller.report import write_report
 from flatpeak.controller.resume import snapshot_to_resume
 from flatpeak.controller.runs import Event, RunEvent, RunFolder, StepRecord, Summary
 from flatpeak.controller.signals import StopSignals
@@ -74,8 +76,9 @@ def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
     spec = resolve(spec)
     # Marks what this launch makes in places that it shares with others.
     token = secrets.token_hex(4)
-    with StopSignals() as signals, RunFolder.create(spec) as folder:
+    with ExitStack() as after, StopSignals() as signals, RunFolder.create(spec) as folder:
         follower = _Follower(folder, on_event)
+        after.callback(follower.write_report)  # when the folder says how the run ended
         try:
             _drive(spec, token, follower, signals)
         except FlatpeakError as error:
@@ -147,6 +150,13 @@ class _Follower:
             [("step", pa.int64()), ("component", pa.string()), ("bytes", pa.int64())]
         )
         pq.write_table(pa.Table.from_pylist(rows, schema), self.folder.path / "peaks.parquet")
+
+    def write_report(self) -> None:
+        try:
+            write_report(self.folder)
+        except InputError as error:  # the records are there, and the run is what it is
+            text = f"{error}; there is no report"
+            self._on_event(RunEvent(kind="warning", time=time.time(), detail={"text": text}))
 
     def summary(self, spec: Spec) -> Summary:
         peaks: dict[str, int] = {}
