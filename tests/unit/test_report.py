@@ -11,35 +11,11 @@ from flatpeak.controller.cli import run_command
 from flatpeak.controller.report import write_report
 from flatpeak.controller.report.charts import Line, line_chart
 from flatpeak.controller.report.page import render
-from flatpeak.controller.runs import RunEvent, RunFolder, RunInfo, RunState, StepRecord
+from flatpeak.controller.runs import RunEvent, RunFolder, RunState, StepRecord
 from local_run import tiny_spec
+from sample_run import INFO, STEP
 from tiny_models import tiny_content
 
-INFO = RunInfo(
-    run="first",
-    host="here",
-    pid=1,
-    process_start="x",
-    state=RunState.DONE,
-    steps=9,
-    started=0.0,
-    ended=9.0,
-)
-STEP = StepRecord(
-    step=1,
-    loss=2.5,
-    grad_norm=1.5,
-    lr=1e-3,
-    tokens=640,
-    tokens_per_s=320.0,
-    step_seconds=2.0,
-    peak_bytes={"dispatch": 3 * 2**20, "attention": 2**20, "total": 5 * 2**20},
-    device_budget_bytes=10 * 2**20,
-    dispatch={"imbalance_before": 2.0, "imbalance_after": 1.1, "planned_bytes": 2.0 * 2**20},
-    optimizer={"exposed_s": 0.1},
-    first_sample=0,
-    last_sample=7,
-)
 CHARTS = [
     "Whole peak",
     "Peaks by component",

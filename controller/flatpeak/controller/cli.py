@@ -156,6 +156,15 @@ def stop(
 
 
 @app.command()
+def watch(run: RunName, runs_dir: RunsDir = Path("runs"), as_json: Json = False) -> None:
+    """Show a run as it goes: peaks against their bounds, loss, speed, events."""
+    from flatpeak.controller.runs import RunFolder
+    from flatpeak.controller.watch import watch as show
+
+    show(RunFolder.open(runs_dir, run), as_json=as_json)
+
+
+@app.command()
 def report(run: RunName, runs_dir: RunsDir = Path("runs"), as_json: Json = False) -> None:
     """Write a run's report, one HTML file; a run writes it at its end by itself."""
     from flatpeak.controller.report import write_report

@@ -19,13 +19,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Generic, Self, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
@@ -243,6 +243,17 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def events(self) -> list[RunEvent]:
         return list(_read_lines(self.path / "events.jsonl", _EVENT))
 
+    def follow(self) -> Callable[[], list[Event]]:
+        """A function that returns what was recorded since its last call, events first.
+
+        Steps come as they were done: those after the snapshot of a resumed run once more.
+        """
+        readers = [
+            _Appended(self.path / "events.jsonl", _EVENT),
+            _Appended(self.path / "steps.jsonl", _STEP),
+        ]
+        return lambda: [record for reader in readers for record in reader.read()]
+
     def set_cluster(self, *, address: str, namespace: str) -> None:
         """Note the Ray cluster that the run uses, once it is up."""
         self._write_info(replace(self.info, address=address, namespace=namespace))
@@ -387,20 +398,37 @@ def process_start(pid: int) -> str | None:
 
 
 def _read_lines(path: Path, kind: TypeAdapter[_Record]) -> Iterator[_Record]:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
-    # What follows the last newline is a record that is being written, or was when its writer died.
-    *lines, _torn = content.split(b"\n")
-    for number, line in enumerate(lines, start=1):
+    return _Appended(path, kind).read()
+
+
+class _Appended(Generic[_Record]):
+    """The records of a file, each once, as it grows."""
+
+    def __init__(self, path: Path, kind: TypeAdapter[_Record]) -> None:
+        self._path, self._kind = path, kind
+        self._bytes = self._lines = 0
+
+    def read(self) -> Iterator[_Record]:
         try:
-            record = kind.validate_json(line)
-        except ValidationError as error:
-            raise InputError(f"{path}, line {number}, is no record: {_first(error)}") from None
-        yield record
+            with self._path.open("rb") as file:
+                file.seek(self._bytes)
+                content = file.read()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise InputError(f"cannot read {self._path}: {error.strerror}") from None
+        # What follows the last newline is a record that is being written, or was when its writer
+        # died: it is read when it is whole.
+        *lines, _torn = content.split(b"\n")
+        for line in lines:
+            self._bytes += len(line) + 1
+            self._lines += 1
+            try:
+                record = self._kind.validate_json(line)
+            except ValidationError as error:
+                where = f"{self._path}, line {self._lines}"
+                raise InputError(f"{where}, is no record: {_first(error)}") from None
+            yield record
 
 
 def _first(error: ValidationError) -> str:

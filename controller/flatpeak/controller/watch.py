@@ -1,0 +1,179 @@
+"""A run as it goes, in a terminal or as lines, read from its folder alone."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from flatpeak.controller.display import JsonDisplay, PlainDisplay, event_line, memory
+from flatpeak.controller.runs import TOTAL, Event, RunEvent, RunFolder, RunInfo, StepRecord
+
+_POLL_S = 0.5
+_RECENT_STEPS = 20
+_RECENT_EVENTS = 5
+_BAR = 26
+
+
+@dataclass
+class Seen:
+    """What of a run has been read so far."""
+
+    steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
+    events: deque[RunEvent] = field(default_factory=lambda: deque(maxlen=_RECENT_EVENTS))
+    highest: dict[str, int] = field(default_factory=dict)
+    skipped: int = 0
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunEvent):
+            self.events.append(event)
+            return
+        self.steps.append(event)
+        self.skipped += event.skipped
+        for name, nbytes in event.peak_bytes.items():
+            self.highest[name] = max(nbytes, self.highest.get(name, 0))
+
+
+def watch(folder: RunFolder, *, as_json: bool = False) -> None:
+    """Shows the run until it has ended; a run that has ended is shown once."""
+    console = Console()
+    if as_json or not console.is_terminal:
+        _print_lines(folder, as_json=as_json)
+        return
+    seen = Seen()
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        for event in follow(folder):
+            if event is not None:
+                seen(event)
+                continue
+            live.update(picture(folder.info, seen, _ages(folder)), refresh=True)
+    if reason := folder.info.reason:
+        console.print(reason, markup=False, highlight=False, soft_wrap=True)
+
+
+def follow(folder: RunFolder) -> Iterator[Event | None]:
+    """Every event so far and to come, and None whenever all that is there has been given."""
+    new = folder.follow()
+    while True:
+        # Asked before the files are read: a run that has ended writes no more.
+        ended = not folder.info.alive
+        yield from new()
+        yield None
+        if ended:
+            return
+        time.sleep(_POLL_S)
+
+
+def _print_lines(folder: RunFolder, *, as_json: bool) -> None:
+    def write(line: str) -> None:
+        print(line, file=sys.stdout, flush=True)
+
+    show: Callable[[Event], object] = (
+        JsonDisplay(write=write) if as_json else PlainDisplay(steps=folder.info.steps, write=write)
+    )
+    for event in follow(folder):
+        if event is not None:
+            show(event)
+    if not as_json:
+        write(_state(folder.info))
+
+
+def picture(info: RunInfo, seen: Seen, ages: dict[str, float]) -> RenderableType:
+    """What the terminal shows, made for 80 columns and more, and for no colour."""
+    parts: list[RenderableType] = [Text(_state(info), style="bold")]
+    if seen.steps:
+        last = seen.steps[-1]
+        parts += [Text(line) for line in _progress(info, seen, last)]
+        if last.peak_bytes:
+            parts += [Text(), _peaks(seen, last)]
+        parts += [Text(), *(Text(line) for line in _operators(last))]
+    parts += [Text(), Text(_actors(ages)), Text()]
+    parts += [
+        Text(f"{time.strftime('%H:%M:%S', time.localtime(event.time))}  {line}")
+        for event in seen.events
+        if (line := event_line(event)) is not None
+    ]
+    return Group(*parts)
+
+
+def _state(info: RunInfo) -> str:
+    return f"{info.run}: {info.seen_state}"
+
+
+def _progress(info: RunInfo, seen: Seen, last: StepRecord) -> list[str]:
+    seconds = sum(step.step_seconds for step in seen.steps) / len(seen.steps)
+    rate = sum(step.tokens for step in seen.steps) / (seconds * len(seen.steps))
+    left = _clock((info.steps - last.step) * seconds)
+    skipped = f"  {seen.skipped} skipped" if seen.skipped else ""
+    return [
+        f"step {last.step} of {info.steps}  loss {last.loss:.4f}  grad {last.grad_norm:.3f}  "
+        f"lr {last.lr:.2e}",
+        f"{rate:,.0f} tokens/s  {seconds:.2f} s a step  {left} left{skipped}",
+    ]
+
+
+def _peaks(seen: Seen, last: StepRecord) -> Table:
+    bounds = {TOTAL: last.device_budget_bytes, "dispatch": last.dispatch.get("budget_bytes")}
+    scale = max([1, *seen.highest.values(), bounds[TOTAL] or 0])
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, justify in (("peak", "left"), ("", "left"), ("last", "right"), ("highest", "right")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("bound", justify="right", no_wrap=True)
+    for name in sorted(seen.highest, key=lambda name: (name != TOTAL, -seen.highest[name])):
+        bound = bounds.get(name)
+        near = bound is not None and name == TOTAL and seen.highest[name] > 0.95 * bound
+        table.add_row(
+            Text(name),
+            ProgressBar(
+                total=scale,
+                completed=seen.highest[name],
+                width=_BAR,
+                complete_style="red" if near else "cyan",
+                finished_style="red" if near else "cyan",
+            ),
+            Text(memory(last.peak_bytes.get(name), None)),
+            Text(memory(seen.highest[name], None)),
+            Text("" if bound is None else memory(int(bound), None)),
+        )
+    return table
+
+
+def _operators(last: StepRecord) -> Iterator[str]:
+    dispatch, optimizer = last.dispatch, last.optimizer
+    if dispatch.get("chunks"):
+        yield (
+            f"dispatch   imbalance {dispatch['imbalance_before']:.2f}, as planned "
+            f"{dispatch['imbalance_after']:.2f}; {dispatch['chunks']:.0f} chunks, "
+            f"{dispatch['foreign_experts']:.0f} foreign experts"
+        )
+    if optimizer.get("buckets"):
+        yield (
+            f"optimizer  {optimizer['overlapped_buckets']:.0f} of {optimizer['buckets']:.0f} "
+            f"buckets beside the forward pass, which waited {optimizer['exposed_s']:.3f} s"
+        )
+
+
+def _actors(ages: dict[str, float]) -> str:
+    return "last words  " + ", ".join(f"{name} {_age(age)}" for name, age in ages.items())
+
+
+def _ages(folder: RunFolder) -> dict[str, float]:
+    """Seconds since each process last wrote into its log."""
+    now = time.time()
+    return {path.stem: now - path.stat().st_mtime for path in sorted(folder.logs.glob("*.log"))}
+
+
+def _age(seconds: float) -> str:
+    return f"{max(0, round(seconds))} s ago" if seconds < 100 else f"{seconds / 60:.0f} min ago"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
