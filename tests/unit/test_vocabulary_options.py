@@ -176,8 +176,8 @@ def run_cases(world: int, cases: list[Case]) -> list[list[Tensor]]:
 def random_case(random: Random, world: int) -> Case:
     vocab = random.choice([5, 257, random.randint(1, 60)])
     scale = random.choice([1.0, 1.0, 0.0625, 1 / 6, -2.0])
-    # All smoothing and little spread leave the difference of two nearly equal shares, in any fp32.
-    smoothings = [0.0, 0.1, 1.0 if abs(scale) >= 1 else 0.3]
+    # Much smoothing and little spread leave the difference of two nearly equal shares, in any fp32.
+    smoothings = [0.0, 0.1, 0.95 if abs(scale) >= 1 else 0.3]
     return Case(
         seed=random.randrange(10**6),
         tokens=[random.choice([0, 1, random.randint(2, 12)]) for _ in range(world)],
@@ -351,22 +351,6 @@ def test_a_weight_of_zero_is_an_ignored_token():
     # What is left out is never read, whatever comes from above.
     weighted = run(unmasked, weights, upstream.masked_fill(~kept, float("nan")))
     assert all(torch.equal(a, b) for a, b in zip(ignored, weighted, strict=True))
-
-
-def test_no_gradient_reaches_the_token_weights():
-    weights = torch.ones(3, requires_grad=True)
-    hidden = torch.ones(3, 2, requires_grad=True)
-    loss = ring_cross_entropy(
-        hidden,
-        torch.arange(3),
-        torch.ones(4, 2),
-        group=None,
-        vocab_size=4,
-        token_weights=weights,
-    )
-    loss.sum().backward()
-    assert weights.grad is None
-    assert hidden.grad is not None
 
 
 def test_log_probabilities_need_two_strips_and_keep_nothing():

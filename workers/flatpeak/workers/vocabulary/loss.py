@@ -14,7 +14,8 @@ from torch.distributed import ProcessGroup
 
 from flatpeak.workers.partition import parts
 from flatpeak.workers.scopes import operator_scope, scope
-from flatpeak.workers.vocabulary.agreement import Inputs, check_facts, gather_facts
+from flatpeak.workers.vocabulary.agreement import agree
+from flatpeak.workers.vocabulary.arguments import Inputs
 from flatpeak.workers.vocabulary.meetings import Backward, Plan, states_of
 from flatpeak.workers.vocabulary.objective import Objective
 from flatpeak.workers.vocabulary.ring import Ring
@@ -59,25 +60,28 @@ def ring_cross_entropy(
         schedule: which tensor tours the ring: "weights", "activations", or "auto" for the smaller.
         grad_sink: receives the finished fp32 weight gradient [V_r, H] once, in backward; autograd
             then gets none. Without it autograd gets the gradient in the weight's dtype.
-        logit_scale: logits are this times the products of hidden states and weight.
-        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` next. None leaves them.
+        logit_scale: logits are this times the products of hidden states and weight. Its size is
+            from 1e-18 to 1e18.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` next. None leaves them. From
+            1e-18 to 1e18.
         z_loss: this times the square of the log-sum-exp of a token's logits is added to its loss.
-        label_smoothing: the share, 0 to 1, of the target's probability that is spread evenly over
-            the vocabulary, as in `torch.nn.functional.cross_entropy`.
+            From 0 to 1e18.
+        label_smoothing: the share, from 0 to below 1, of the target's probability that is spread
+            evenly over the vocabulary, as in `torch.nn.functional.cross_entropy`.
         token_weights: [N] float32, finite: multiply the loss and the gradient of each token. One of
-            weight 0 is left out like an ignored one. They are constants: no gradient reaches them.
+            weight 0 is left out like an ignored one. They are constants, without a gradient.
 
     Returns:
         [N] fp32, 0 where ignored.
 
     Raises:
-        InputError: shapes, dtypes or options do not fit, on all ranks alike.
+        InputError: an argument of any rank has the wrong type, shape, dtype, device or value, on
+            all ranks alike; a `group` that is none, on its rank alone.
         DataError: a target outside the vocabulary or a weight that is not finite, on all ranks
             alike, before any ring traffic.
 
     Source: Ring-DTP, arXiv 2609.14306, with token tiles that tour the ring one by one.
     """
-    grads = torch.is_grad_enabled()
     plan = _plan(
         Inputs(
             hidden=hidden,
@@ -92,8 +96,8 @@ def ring_cross_entropy(
             soft_cap=soft_cap,
             z_loss=z_loss,
             label_smoothing=label_smoothing,
-            needs_hidden_grad=grads and hidden.requires_grad,
-            needs_shard_grad=grads and (weight_shard.requires_grad or grad_sink is not None),
+            grad_sink=grad_sink,
+            backward=torch.is_grad_enabled(),
         ),
         group,
     )
@@ -151,10 +155,9 @@ def _plan(inputs: Inputs, group: ProcessGroup | None) -> Plan:
     """What the ranks do, from facts that all of them know, so that they decide alike."""
     ring = Ring(group)
     with scope("vocabulary"):
-        facts = gather_facts(ring, inputs)
-    check_facts(facts)
-    tokens = [own.tokens for own in facts]
-    shards = parts(inputs.vocab_size, ring.size)
+        facts = agree(ring, inputs)
+    own, tokens = facts[ring.rank], [other.tokens for other in facts]
+    shards = parts(own.vocab_size, ring.size)
     return Plan(
         ring=ring,
         tokens=tokens,
@@ -162,18 +165,18 @@ def _plan(inputs: Inputs, group: ProcessGroup | None) -> Plan:
         tiles=choose_tiles(
             tokens=max(tokens),
             shard_rows=max(stop - start for start, stop in shards),
-            width=inputs.hidden.shape[1],
-            token_tile=inputs.token_tile,
+            width=own.width,
+            token_tile=own.token_tile,
         ),
         weights_move=weights_move(
-            inputs.schedule, tokens=max(tokens), vocab_size=inputs.vocab_size, ranks=ring.size
+            inputs.schedule, tokens=max(tokens), vocab_size=own.vocab_size, ranks=ring.size
         ),
         objective=Objective(
-            vocab_size=inputs.vocab_size,
-            logit_scale=inputs.logit_scale,
-            soft_cap=inputs.soft_cap,
-            z_loss=inputs.z_loss,
-            label_smoothing=inputs.label_smoothing,
+            vocab_size=own.vocab_size,
+            logit_scale=own.logit_scale,
+            soft_cap=own.soft_cap,
+            z_loss=own.z_loss,
+            label_smoothing=own.label_smoothing,
         ),
     )
 
