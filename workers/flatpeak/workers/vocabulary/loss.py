@@ -209,16 +209,16 @@ class _RingCrossEntropy(torch.autograd.Function):
         objective = call.plan.objective
         with operator_scope("vocabulary", hidden.device):
             states = states_of(call.plan, hidden, targets, shard, moments=objective.needs_moments)
-            losses, lse = objective.losses(states)
-            losses = call.weighted(losses, targets, token_weights).float()
-            ctx.save_for_backward(hidden, targets, shard, token_weights, lse.float())
+            losses = call.weighted(objective.losses(states), targets, token_weights).float()
+            tops, shares = states[:, 0].float(), objective.shares(states).float()
+            ctx.save_for_backward(hidden, targets, shard, token_weights, tops, shares)
         ctx.call = call
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, targets, shard, token_weights, lse = ctx.saved_tensors
+        hidden, targets, shard, token_weights, tops, shares = ctx.saved_tensors
         call: _Call = ctx.call
         with operator_scope("vocabulary", hidden.device):
             d_hidden, d_shard = Backward(
@@ -226,7 +226,8 @@ class _RingCrossEntropy(torch.autograd.Function):
                 hidden=hidden,
                 targets=targets,
                 shard=shard,
-                lse=lse,
+                tops=tops,
+                shares=shares,
                 upstream=call.weighted(grad.float(), targets, token_weights),
                 needs_hidden=ctx.needs_input_grad[0],
                 needs_shard=ctx.needs_input_grad[2] or call.grad_sink is not None,
