@@ -406,3 +406,38 @@ def test_log_probabilities_need_two_strips_and_keep_nothing():
     assert peak <= tokens * 100 + 2 * 4 * tile * tile + 200 * tile
     assert peak < tokens * vocab * 4 / 10
     assert torch.allclose(entropy, torch.tensor(float(vocab)).log())
+
+
+def nll_and_losses(rank: int, world: int, case: Case) -> tuple[Tensor, Tensor]:
+    """What the sink of this rank gets, and its losses without an option."""
+    data, received = data_of(case), []
+    rows = slice(*part(case.vocab, world, rank))
+    args = (data.hidden[rank].float(), data.targets[rank], data.weight[rows].float())
+    ring = {"group": dist.group.WORLD if world > 1 else None, "vocab_size": case.vocab}
+    weights = data.token_weights[rank]
+    ring_cross_entropy(
+        *args,
+        **ring,
+        z_loss=case.z_loss,
+        label_smoothing=case.label_smoothing,
+        token_weights=weights,
+        nll_sink=received.append,
+    )
+    (nll,) = received
+    without = ring_cross_entropy(*args, **ring)
+    return nll, without if weights is None else without.masked_fill(weights == 0, 0.0)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_sink_gets_the_likelihoods_beside_any_loss(world: int):
+    case = Case(seed=4, tokens=[9, 5][:world], vocab=31, width=6, z_loss=0.1, label_smoothing=0.2)
+    for asked in (case, Case(**{**vars(case), "weighted": True})):
+        results = (
+            run_ranks(world, nll_and_losses, world, asked)
+            if world > 1
+            else [nll_and_losses(0, 1, asked)]
+        )
+        for nll, losses in results:
+            assert nll.dtype == torch.float32
+            assert not nll.requires_grad
+            torch.testing.assert_close(nll, losses, rtol=1e-6, atol=1e-6)

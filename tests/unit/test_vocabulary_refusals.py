@@ -223,6 +223,7 @@ LOSSES: list[Refusal] = [
     ("label_smoothing", 0.1, r"label_smoothing differs .* \[0.0, 0.1, 0.0\]"),
     ("grad_sink", 3, "grad_sink is 3; it must be a function"),
     ("grad_sink", "sum", "grad_sink is 'sum'"),
+    ("nll_sink", 0.0, r"nll_sink is 0\.0; it must be a function of a tensor, or None"),
 ]
 
 

@@ -262,6 +262,7 @@ class Controller:
         return StepRecord(
             step=first.step,
             loss=first.loss,
+            nll=first.nll,
             grad_norm=first.grad_norm,
             lr=rate,
             tokens=first.tokens,

@@ -39,6 +39,7 @@ class Inputs:
     label_smoothing: float = 0.0
     token_weights: Tensor | None = None
     grad_sink: Any = None
+    nll_sink: Any = None
     backward: bool = False
     """Whether a backward pass may follow."""
 
@@ -144,11 +145,13 @@ def _one_a_token(name: str, x: Tensor, dtype: torch.dtype, tokens: int) -> Itera
 
 
 def _option_problems(inputs: Inputs) -> Iterator[str]:
-    weights, sink = inputs.token_weights, inputs.grad_sink
+    weights = inputs.token_weights
     if inputs.backward and weights is not None and weights.requires_grad:
         yield "token_weights requires a gradient and would get none; pass token_weights.detach()"
-    if sink is not None and not callable(sink):
-        yield f"grad_sink is {shown(sink)}; it must be a function of the gradient, or None"
+    for name in ("grad_sink", "nll_sink"):
+        sink = getattr(inputs, name)
+        if sink is not None and not callable(sink):
+            yield f"{name} is {shown(sink)}; it must be a function of a tensor, or None"
     scale, cap = inputs.logit_scale, inputs.soft_cap
     if not _is_number(scale) or not 1 / LARGEST <= abs(scale) <= LARGEST:
         yield (

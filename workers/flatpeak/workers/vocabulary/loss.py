@@ -21,7 +21,7 @@ from flatpeak.workers.vocabulary.objective import Objective
 from flatpeak.workers.vocabulary.ring import Ring
 from flatpeak.workers.vocabulary.tiles import choose_tiles, weights_move
 
-GradSink = Callable[[Tensor], None]
+Sink = Callable[[Tensor], None]
 
 
 def ring_cross_entropy(
@@ -34,7 +34,8 @@ def ring_cross_entropy(
     ignore_index: int = -100,
     token_tile: int | None = None,
     schedule: str = "auto",
-    grad_sink: GradSink | None = None,
+    grad_sink: Sink | None = None,
+    nll_sink: Sink | None = None,
     logit_scale: float = 1.0,
     soft_cap: float | None = None,
     z_loss: float = 0.0,
@@ -60,6 +61,8 @@ def ring_cross_entropy(
         schedule: which tensor tours the ring: "weights", "activations", or "auto" for the smaller.
         grad_sink: receives the finished fp32 weight gradient [V_r, H] once, in backward; autograd
             then gets none. Without it autograd gets the gradient in the weight's dtype.
+        nll_sink: receives, in forward, each token's negative log likelihood [N] fp32, 0 where it is
+            left out: the loss without z-loss, label smoothing and weights. No gradient reaches it.
         logit_scale: logits are this times the products of hidden states and weight. Its size is
             from 1e-18 to 1e18.
         soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` next. None leaves them. From
@@ -97,11 +100,12 @@ def ring_cross_entropy(
             z_loss=z_loss,
             label_smoothing=label_smoothing,
             grad_sink=grad_sink,
+            nll_sink=nll_sink,
             backward=torch.is_grad_enabled(),
         ),
         group,
     )
-    call = _Call(plan, ignore_index, grad_sink)
+    call = _Call(plan, ignore_index, grad_sink, nll_sink)
     return _RingCrossEntropy.apply(hidden, targets, weight_shard, token_weights, call)
 
 
@@ -185,14 +189,20 @@ def _plan(inputs: Inputs, group: ProcessGroup | None) -> Plan:
 class _Call:
     plan: Plan
     ignore_index: int
-    grad_sink: GradSink | None
+    grad_sink: Sink | None
+    nll_sink: Sink | None
 
     def weighted(self, values: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         """`values` [N] times the token weights, 0 for whatever token is left out."""
+        if weights is None:
+            return self.kept(values, targets, weights)
+        return self.kept(values * weights, targets, weights)
+
+    def kept(self, values: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+        """`values` [N], 0 for whatever token is left out."""
         out = targets == self.ignore_index
         if weights is not None:
             out |= weights == 0
-            values = values * weights
         return values.masked_fill(out, 0.0)
 
 
@@ -209,6 +219,9 @@ class _RingCrossEntropy(torch.autograd.Function):
         objective = call.plan.objective
         with operator_scope("vocabulary", hidden.device):
             states = states_of(call.plan, hidden, targets, shard, moments=objective.needs_moments)
+            if call.nll_sink is not None:
+                plain = Objective(vocab_size=objective.vocab_size).losses(states)
+                call.nll_sink(call.kept(plain, targets, token_weights).float())
             losses = call.weighted(objective.losses(states), targets, token_weights).float()
             tops, shares = states[:, 0].float(), objective.shares(states).float()
             ctx.save_for_backward(hidden, targets, shard, token_weights, tops, shares)
