@@ -335,6 +335,8 @@ def test_the_loss_that_is_asked_for_is_trained_and_reported(options: dict, tmp_p
     assert outcome.losses == pytest.approx(alone.losses, abs=1e-6)
     assert furthest(outcome.gradients, alone.gradients) < 1e-5
     assert abs(alone.losses[0] - without.losses[0]) > 1e-4
+    # At the same weights, the loss of the job without them.
+    assert [result.nll for result in outcome.results] == pytest.approx(without.losses, abs=1e-6)
 
 
 LOGITS = {

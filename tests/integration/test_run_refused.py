@@ -51,6 +51,7 @@ def refused(
     [
         ({"data": {"source": "absent.txt"}}, 2, "absent.txt"),
         ({"data": {"source": "empty.txt"}}, 2, "holds no documents"),
+        ({"data": {"cache_dir": "/dev/null"}}, 2, "data.cache_dir = /dev/null is no directory"),
         (
             {"model": {"config": tiny_content("qwen3_moe", **SMALL | {"vocab_size": 50})}},
             2,
@@ -95,6 +96,11 @@ def refused(
             "cluster.device = cuda needs a GPU for each of cluster.workers = 200, this machine",
         ),
         (
+            {"cluster": {"optimizers": 16_384}},
+            2,
+            "cluster.optimizers = 16384 are more processes than the",
+        ),
+        (
             {"cluster": {"address": "127.0.0.1:1"}},
             4,
             "no Ray cluster answers at cluster.address = 127.0.0.1:1: ",
@@ -106,11 +112,11 @@ def refused(
         ),
     ],
     ids=[
-        *("missing corpus", "empty corpus", "vocabulary smaller than a token id"),
+        *("missing corpus", "empty corpus", "no cache", "vocabulary smaller than a token id"),
         *("more expert ranks than experts", "more sequence ranks than heads"),
         *("unknown key of the model", "no router biases"),
         *("dispatch budget of nothing", "device budget of nothing", "no shm_dir"),
-        *("no GPU", "dead address", "no address"),
+        *("no GPU", "too many processes", "dead address", "no address"),
     ],
 )
 def test_a_job_that_cannot_work_is_refused(

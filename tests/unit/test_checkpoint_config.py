@@ -66,6 +66,34 @@ def test_a_directory_and_a_mapping_give_the_same_sizes(tmp_path, family):
             {"quantization_config": {"quant_method": "fp8"}}, "quantised by fp8", id="quantised"
         ),
         pytest.param({"model_type": "vit"}, "ViTConfig .* no causal language", id="vision family"),
+        pytest.param(
+            {"hidden_size": 0},
+            "^model.config: hidden_size = 0 should be an integer from 1 to 2147483647$",
+            id="no width",
+        ),
+        pytest.param({"vocab_size": -5}, "vocab_size = -5 should be", id="negative size"),
+        pytest.param({"head_dim": 0}, "head_dim = 0 should be", id="no head width"),
+        pytest.param({"num_key_value_heads": 0}, "num_key_value_heads = 0", id="no groups"),
+        pytest.param({"moe_intermediate_size": 0}, "moe_intermediate_size = 0", id="no expert"),
+        pytest.param({"hidden_size": 10**30}, "hidden_size = 10+ should", id="huge size"),
+        pytest.param(
+            {"num_hidden_layers": 10**7}, "= 10000000 .* from 1 to 10000$", id="huge depth"
+        ),
+        pytest.param(
+            {"rope_theta": 0}, "rope_theta = 0 should .* for example 10000.0", id="no base"
+        ),
+        pytest.param(
+            {"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}},
+            "rope_theta = -1.0 should be a number of at least 1",
+            id="negative base",
+        ),
+        pytest.param(
+            {"dtype": "int8"},
+            "^model.config: dtype = 'int8' is no dtype to train; use one of float32, bfloat16",
+            id="whole numbers",
+        ),
+        pytest.param({"torch_dtype": 16}, "torch_dtype = 16 is no dtype", id="dtype by number"),
+        pytest.param({"quantization_config": "fp8"}, "no attribute", id="quantised by a word"),
     ],
 )
 def test_a_bad_mapping_is_a_spec_error_that_says_what_to_mend(changes, message):
@@ -115,6 +143,16 @@ def test_a_mapping_without_a_family_says_so():
         pytest.param("[1, 2]", "holds a list", id="not an object"),
         pytest.param('{"model_type": "mixtrall"}', "did you mean mixtral", id="unknown family"),
         pytest.param('{"model_type": "llama"}', "LlamaConfig", id="dense family"),
+        pytest.param(
+            '{"model_type": "mixtral", "torch_dtype": "bfloat17"}',
+            r"config.json: torch_dtype = 'bfloat17' is no dtype to train; use one of float32",
+            id="misspelt dtype",
+        ),
+        pytest.param(
+            '{"model_type": "mixtral", "rope_theta": 0}', "rope_theta = 0 should", id="no base"
+        ),
+        pytest.param('{"a": ' * 20_000 + "1" + "}" * 20_000, "is not JSON", id="too deep"),
+        pytest.param('{"a": ' + "9" * 5000 + "}", "is not JSON", id="too many digits"),
     ],
 )
 def test_a_bad_directory_is_a_checkpoint_error_that_names_the_file(tmp_path, content, message):

@@ -371,6 +371,14 @@ main()
         driver.stdout.close()
 
 
+def test_the_likelihood_is_shown_where_the_loss_is_something_else():
+    def line(nll: float | None) -> str:
+        return step_line(StepRecord(**{**vars(STEP), "nll": nll}), steps=20)
+
+    assert line(STEP.loss) == line(None) == STEP_LINE
+    assert line(4.0) == STEP_LINE.replace("loss 5.4322", "loss 5.4322  nll 4.0000")
+
+
 def test_a_skipped_step_and_an_unknown_peak_say_so():
     changed = StepRecord(
         **{**vars(STEP), "loss": float("nan"), "skipped": True, "peak_bytes": {}, "step": 20}

@@ -15,7 +15,7 @@ import pytest
 from flatpeak.workers.data import corpus as corpus_module
 from flatpeak.workers.data import open_samples
 from flatpeak.workers.data.corpus import Corpus, open_corpus
-from flatpeak.workers.errors import WaitTimeout
+from flatpeak.workers.errors import DataError, WaitTimeout
 from ranks import run_ranks
 
 DOCUMENTS = ([1, 2, 3], [4], [70_000, 6])
@@ -63,11 +63,18 @@ def test_a_cut_off_cache_file_is_made_again(tmp_path, kept):
 
 
 def test_a_cache_that_cannot_be_written_is_done_without_and_said(tmp_path, caplog):
-    (tmp_path / "file").touch()
+    (tmp_path / ".name.lock").mkdir()  # in the way, and in that of root too
     with caplog.at_level(logging.WARNING):
-        corpus = open_corpus("name", batches, cache_dir=tmp_path / "file" / "below")
+        corpus = open_corpus("name", batches, cache_dir=tmp_path)
     assert contents(corpus) == EXPECTED
     assert "held in memory" in caplog.text
+
+
+@pytest.mark.parametrize("below", ["", "below/it"], ids=["file", "below a file"])
+def test_a_cache_that_is_no_directory_is_refused(tmp_path, below):
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"data.cache_dir = .*/file.* is no directory"):
+        open_corpus("name", batches, cache_dir=tmp_path / "file" / below)
 
 
 def test_a_failed_tokenisation_leaves_neither_a_cache_file_nor_a_temporary_one(tmp_path):

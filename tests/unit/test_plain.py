@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from flatpeak.workers.checkpoint import moe_layers
+from flatpeak.workers.data import sample_ids
 from flatpeak.workers.plain import PlainTrainer
 from flatpeak.workers.scopes import OTHER, current_scope
 from flatpeak.workers.settings import samples_of
-from local_run import job
+from local_run import documents_alone, flat_gradients, furthest, job
 
 # The shared experts of DeepSeek-V3 follow the routed ones, which are the last in the other layers.
 FAMILIES = ("qwen3_moe", "deepseek_v3")
@@ -66,6 +67,22 @@ def test_an_error_leaves_no_scope_open(where: Callable[..., None]):
         plain.backward(1)
     assert seen == ["dispatch"]
     assert current_scope() == OTHER
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_z_loss_and_label_smoothing_are_part_of_the_loss(family: str):
+    rest = {"router_aux_loss_coef": 0.0}
+    asked = job(family, train=rest | {"z_loss": 0.05, "label_smoothing": 0.2})
+    source, losses = samples_of(asked), {}
+    first = sample_ids(0, asked.train.sequences_per_step)
+    samples = [source.sample(index) for index in first]
+    for spec in (asked, job(family, train=rest)):
+        plain = PlainTrainer(spec, samples_of(spec))
+        losses[spec.train.z_loss] = plain.backward(1)
+        wanted = documents_alone(spec, samples)
+        assert losses[spec.train.z_loss] == pytest.approx(wanted.losses[0], abs=1e-6)
+        assert furthest(flat_gradients(plain.model), wanted.gradients) < 1e-5
+    assert abs(losses[0.05] - losses[0.0]) > 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)

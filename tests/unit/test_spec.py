@@ -182,9 +182,8 @@ REFUSALS = {
         "--set 'train.z_loss=-1e-4': train.z_loss = -0.0001: should be greater than or equal to 0",
     ),
     "more than all": (
-        ["train.label_smoothing=1.5"],
-        "--set 'train.label_smoothing=1.5': train.label_smoothing = 1.5: "
-        "should be less than or equal to 1",
+        ["train.label_smoothing=1"],
+        "--set 'train.label_smoothing=1': train.label_smoothing = 1: should be less than 1",
     ),
     "neither number nor auto": (
         ["parallel.sequence=most"],
@@ -194,6 +193,85 @@ REFUSALS = {
     "infinite": (
         ["train.lr=.inf"],
         "--set 'train.lr=.inf': train.lr = inf: should be a finite number",
+    ),
+    "larger than 64 bits": (
+        ["train.seed=9223372036854775808"],
+        "--set 'train.seed=9223372036854775808': train.seed = 9223372036854775808: "
+        "should be less than or equal to 9223372036854775807",
+    ),
+    "more bytes than 64 bits": (
+        ["memory.device_budget_bytes=10000PB"],
+        "--set 'memory.device_budget_bytes=10000PB': memory.device_budget_bytes = '10000PB': "
+        "should be less than or equal to 9223372036854775807",
+    ),
+    "nothing in float32": (
+        ["train.lr=1e-40"],
+        "--set 'train.lr=1e-40': train.lr = 1e-40: "
+        "should be a number of float32, from 1.2e-38 to 3.4e+38",
+    ),
+    "infinite in float32": (
+        ["train.max_grad_norm=1e39"],
+        "--set 'train.max_grad_norm=1e39': train.max_grad_norm = 1e+39: "
+        "should be a number of float32, from 1.2e-38 to 3.4e+38",
+    ),
+    "one in float32": (
+        ["train.betas=[0.9, 0.99999999]"],
+        "--set 'train.betas=[0.9, 0.99999999]': train.betas.1 = 0.99999999: "
+        "should be less than or equal to 0.9999999",
+    ),
+    "a square beyond float32": (
+        ["train.z_loss=2e18"],
+        "--set 'train.z_loss=2e18': train.z_loss = 2e+18: "
+        "should be less than or equal to 1000000000000000000",
+    ),
+    "more processes than a cluster": (
+        ["cluster.optimizers=100000"],
+        "--set 'cluster.optimizers=100000': cluster.optimizers = 100000: "
+        "should be less than or equal to 16384",
+    ),
+    "more slots than memory": (
+        ["memory.optimizer.slots=999999999999"],
+        "--set 'memory.optimizer.slots=999999999999': memory.optimizer.slots = 999999999999: "
+        "should be less than or equal to 1024",
+    ),
+    "a wait of months": (
+        ["cluster.step_timeout_s=2592001"],
+        "--set 'cluster.step_timeout_s=2592001': cluster.step_timeout_s = 2592001: "
+        "should be less than or equal to 2592000",
+    ),
+    "infinite size of the model": (
+        ["model.config.rope_parameters={full: {rope_theta: .inf}}"],
+        "job.yaml with --set 'model.config.rope_parameters={full: {rope_theta: .inf}}': "
+        "model.config: rope_parameters.full.rope_theta = inf: should be a finite number",
+    ),
+    "date in the model": (
+        ["model.config.hidden_size=2020-01-01"],
+        "job.yaml with --set 'model.config.hidden_size=2020-01-01': model.config: "
+        "hidden_size = datetime.date(2020, 1, 1): should be text, a number, true, false or "
+        "null",
+    ),
+    "model within itself": (
+        ["model.config.layers=&all [1, *all]"],
+        "job.yaml with --set 'model.config.layers=&all [1, *all]': model.config: "
+        "layers is nested deeper than 64 levels",
+    ),
+    "number for a key": (
+        ["train={1: 2}"],
+        "--set 'train={1: 2}': train.1: the key should be text, in quotes where it looks like a "
+        "number",
+    ),
+    "number for a key of the model": (
+        ["model.config={1: 2}"],
+        "--set 'model.config={1: 2}': model.config.1: the key should be text, in quotes where it "
+        "looks like a number",
+    ),
+    "hexadecimal nothing": (
+        ["train.steps=0x_"],
+        "--set 'train.steps=0x_' is not valid YAML: invalid literal for int() with base 16: ''",
+    ),
+    "month that is none": (
+        ["model.config.x=2020-13-01"],
+        "--set 'model.config.x=2020-13-01' is not valid YAML: month must be in 1..12",
     ),
     "unknown choice": (
         ["train.dtype=fp8"],
@@ -323,6 +401,38 @@ def test_a_problem_of_the_file_is_not_blamed_on_an_override_nor_one_on_the_other
 def test_a_refusal_names_the_problem_and_the_way_out(tmp_path, case):
     overrides, message = REFUSALS[case]
     assert refusal(tmp_path, *overrides) == message
+
+
+@pytest.mark.parametrize(
+    ("number", "digits"),
+    [("9" * 5000, 5000), ("0x" + "f" * 5000, 6021), ("9" * 5000 + "_0", 5001)],
+    ids=["decimal", "hexadecimal", "underscored"],
+)
+@pytest.mark.parametrize("sign", ["", "-"])
+def test_a_number_that_python_does_not_write_is_refused_by_its_length(
+    tmp_path, number, digits, sign
+):
+    text = refusal(tmp_path, f"train.steps={sign}{number}")
+    bound = "greater than or equal to 1" if sign else "less than or equal to 9223372036854775807"
+    assert text.endswith(f": train.steps = an integer of {digits} digits: should be {bound}")
+    assert len(text) < 400
+    text = refusal(tmp_path, f"model.config.hidden_size={sign}{number}")
+    assert f"model.config: hidden_size = an integer of {digits} digits: should be a" in text
+    assert len(text) < 500
+
+
+@pytest.mark.parametrize(
+    ("opening", "closing"), [("[", "]"), ("{a: ", "}")], ids=["lists", "sections"]
+)
+def test_what_is_nested_deeper_than_64_levels_is_refused(tmp_path, opening, closing):
+    text = refusal(tmp_path, f"model.config.x={opening * 5000}{closing * 5000}")
+    assert text.endswith("it is nested deeper than 64 levels")
+    assert "(line 1, column " in text
+    path = written(tmp_path, "run: a\nmodel: {path: " + opening * 65 + closing * 65 + "}\n")
+    with pytest.raises(SpecError, match=r"job.yaml is not valid YAML \(line 2, .* than 64 levels"):
+        load_spec(path)
+    inner = 60  # and the levels of the spec around it
+    with_overrides(tmp_path, f"model.config.x={opening * inner}{closing * inner}")
 
 
 def test_a_missing_key_is_named(tmp_path):

@@ -1,10 +1,12 @@
 """Models that cannot be trained exactly are refused with the reason, before anything starts."""
 
 import pytest
+from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from flatpeak.workers.checkpoint import build_meta_model
-from flatpeak.workers.errors import SpecError
+from flatpeak.workers.errors import InputError, SpecError
+from flatpeak.workers.routers import check_router_logits
 from flatpeak.workers.support import check_supported
 from tiny_models import FAMILIES, tiny_config
 
@@ -51,3 +53,13 @@ def test_a_family_that_would_train_wrongly_is_refused(family: str, own: dict, re
 def test_sizes_that_cannot_run_are_refused(changes: dict, reason: str):
     with pytest.raises(SpecError, match=reason):
         check_supported(build_meta_model(tiny_config("qwen3_moe", **changes)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_says_where_its_router_logits_are(family: str):
+    check_router_logits(build_meta_model(tiny_config(family)))
+
+
+def test_a_model_that_does_not_say_where_its_router_logits_are_has_no_auxiliary_loss():
+    with pytest.raises(InputError, match=r"Linear does not say .* train.router_aux_loss_coef to 0"):
+        check_router_logits(nn.Linear(1, 1))

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flatpeak.kernels.vocabulary_strip import simulated_gpu
+from flatpeak.kernels.vocabulary_strip.reference import THIN
 from flatpeak.workers.memory import PeakMeter
 from flatpeak.workers.partition import part
 from flatpeak.workers.vocabulary import ring_cross_entropy, ring_log_probs
@@ -42,16 +43,23 @@ class Trace(TorchDispatchMode):
 
 
 def loss_and_backward(
-    rank: int, world: int, tokens: int, schedule: str, vocab: int = VOCAB
+    rank: int,
+    world: int,
+    tokens: int,
+    schedule: str,
+    *,
+    vocab: int = VOCAB,
+    width: int = WIDTH,
+    tile: int = TILE,
 ) -> None:
     start, stop = part(vocab, world, rank)
     loss = ring_cross_entropy(
-        torch.ones(tokens, WIDTH, requires_grad=True),
+        torch.ones(tokens, width, requires_grad=True),
         torch.arange(tokens) % vocab,
-        torch.ones(stop - start, WIDTH, requires_grad=True),
+        torch.ones(stop - start, width, requires_grad=True),
         group=dist.group.WORLD if world > 1 else None,
         vocab_size=vocab,
-        token_tile=TILE,
+        token_tile=tile,
         schedule=schedule,
     )
     loss.sum().backward()
@@ -87,7 +95,7 @@ def test_the_increment_is_a_strip_and_four_pieces_at_any_number_of_tokens(
 ):
     piece, strip = 4 * TILE * WIDTH, 4 * TILE * TILE
     for tokens in (70, 140):
-        # Gradients, and scalars a token: its state, lse, nll, masks and the upstream gradient.
+        # Gradients, and scalars a token: its state, maximum, share, nll, masks and upstream.
         resident = tokens * (4 * WIDTH + 48) + 4 * -(-VOCAB // world) * WIDTH
         args = (world, tokens, schedule)
         peaks = run_ranks(world, peak_bytes, *args) if world > 1 else [peak_bytes(0, *args)]
@@ -124,8 +132,9 @@ def test_a_loss_that_is_dropped_frees_what_it_saved():
 
 def sends_between_strips(rank: int, schedule: str) -> list[int]:
     """How many tensors were sent before the first visit's strips, then between visits, and last."""
+    side = THIN + 1  # not thin, so that no product but that of a strip is an `mm`
     with Trace() as trace:
-        loss_and_backward(rank, 3, TILE, schedule, vocab=3 * TILE)
+        loss_and_backward(rank, 3, side, schedule, vocab=3 * side, width=side, tile=side)
     sends = [0]
     for name in trace.names:
         if name == "c10d::send":
@@ -141,8 +150,8 @@ def sends_between_strips(rank: int, schedule: str) -> list[int]:
         # Forward: the shard moves twice. Backward: the same, then its gradient, the home hop last.
         ("weights", [1, 1, 0, 1, 1 + 1, 1, 1]),
         # Forward: hidden states and targets move twice, their states three times. Backward: hidden
-        # states, targets, lse and upstream move twice, d hidden three times.
-        ("activations", [2, 1 + 2, 1, 1 + 4, 1 + 4, 1, 1]),
+        # states, targets, maxima, shares and upstream move twice, d hidden three times.
+        ("activations", [2, 1 + 2, 1, 1 + 5, 1 + 5, 1, 1]),
     ],
     ids=SCHEDULES,
 )

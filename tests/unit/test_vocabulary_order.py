@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatpeak.kernels.vocabulary_strip.reference import THIN
 from flatpeak.workers.vocabulary.meetings import Backward, Plan, states_of
 from flatpeak.workers.vocabulary.objective import Objective
 from flatpeak.workers.vocabulary.ring import Hop, Ring
 from flatpeak.workers.vocabulary.tiles import Tiles
 
-TILE, WIDTH, PIECES = 4, 3, 2
+# Not thin, so that no product but that of a strip is an `mm`.
+TILE = WIDTH = THIN + 1
+PIECES = 2
 Event = tuple[str, int]
 
 
@@ -80,7 +83,8 @@ def trace(passes: str, *, ranks: int, strips: int, weights_move: bool) -> list[E
                 hidden=hidden,
                 targets=targets,
                 shard=shard,
-                lse=torch.zeros(tokens),
+                tops=torch.zeros(tokens),
+                shares=torch.ones(tokens),
                 upstream=torch.ones(tokens),
                 needs_hidden=True,
                 needs_shard=True,

@@ -38,7 +38,7 @@ def make_inputs(t: int, v: int, h: int, dtype: torch.dtype, seed: int = 0) -> di
         "x": x,
         "w": w,
         "columns": columns,
-        "lse": dense_logits(x, w, *PLAIN).logsumexp(1).float(),
+        "top": dense_logits(x, w, *PLAIN).amax(1).float(),
         "p_scale": p_scale,
         "y_scale": y_scale,
         "flat": flat,
@@ -55,7 +55,7 @@ def outputs(kernels: Any, inputs: dict[str, Tensor], shape: Shape, optional: boo
     x, w, columns = inputs["x"], inputs["w"], inputs["columns"]
     options = dict(zip(("scale", "soft_cap"), shape, strict=True))
     state = kernels.strip_state(x, w, columns, **options, moments=optional)
-    scales = [inputs[name] for name in ("lse", "p_scale", "y_scale")]
+    scales = [inputs[name] for name in ("top", "p_scale", "y_scale")]
     flat = inputs["flat"] if optional else None
     residual = kernels.strip_residual(x, w, columns, *scales, flat, **options)
     return dict(zip(NAMES, state.unbind(1), strict=False)) | {"residual": residual}
@@ -81,10 +81,10 @@ class Dense:
         return torch.stack(sums[: 5 if moments else 3], dim=1)
 
     @staticmethod
-    def strip_residual(x, w, columns, lse, p_scale, y_scale, flat, *, scale, soft_cap) -> Tensor:
+    def strip_residual(x, w, columns, top, p_scale, y_scale, flat, *, scale, soft_cap) -> Tensor:
         logits = dense_logits(x, w, scale, soft_cap)
-        lse, p_scale, y_scale = (scale.double().unsqueeze(1) for scale in (lse, p_scale, y_scale))
-        residual = p_scale * (logits - lse).exp() - y_scale * onehot(columns, len(w))
+        top, p_scale, y_scale = (scale.double().unsqueeze(1) for scale in (top, p_scale, y_scale))
+        residual = p_scale * (logits - top).exp() - y_scale * onehot(columns, len(w))
         if flat is not None:
             residual -= flat.unsqueeze(1)
         return residual if soft_cap is None else residual * (1 - (logits / soft_cap) ** 2)
@@ -208,9 +208,9 @@ def large_logits() -> tuple[Tensor, Tensor]:
     w = torch.linspace(-1, 1, 70).unsqueeze(1)
     columns = torch.tensor([69, 0])
     state = triton.strip_state(x, w, columns, moments=True)
-    lse = state[:, 0] + state[:, 1].log1p()
     ones = torch.ones(2)
-    return state, triton.strip_residual(x, w, columns, lse, ones, ones)
+    shares = ones / (1.0 + state[:, 1])
+    return state, triton.strip_residual(x, w, columns, state[:, 0], shares, ones)
 
 
 def test_large_logits_neither_overflow_nor_give_nan():

@@ -20,6 +20,7 @@ from flatpeak.workers.metrics import NODE
 NAMESPACE = "flatpeak"
 _CONNECT_S = 5.0
 _OBJECT_STORE_BYTES = 256 * 2**20  # tensors do not travel through it
+_PROCESSES_PER_CORE = 64
 _ARENA_BYTES_PER_PARAMETER = 16  # fp32 master, two moments, gradient
 
 
@@ -33,6 +34,7 @@ def check_cluster(spec: Spec, *, parameters: int) -> None:
         _check_address(cluster.address)
         return
     _check_gpus(cluster)
+    _check_processes(cluster)
     _check_shared_memory(cluster, parameters)
     _check_port("cluster.rendezvous_port", "127.0.0.1", cluster.rendezvous_port)
     metrics = spec.metrics
@@ -132,6 +134,17 @@ def _check_gpus(cluster: ClusterSpec) -> None:
         raise SpecError(
             f"cluster.device = cuda needs a GPU for each of cluster.workers = {cluster.workers}, "
             f"this machine has {gpus}; set cluster.device to cpu, or cluster.address to a cluster"
+        )
+
+
+def _check_processes(cluster: ClusterSpec) -> None:
+    # Each is a Python process with torch: hundreds of megabytes, and seconds of a core to start.
+    asked, most = cluster.workers + cluster.optimizers, _PROCESSES_PER_CORE * _cores_here()
+    if asked > most:
+        raise SpecError(
+            f"cluster.workers = {cluster.workers} and cluster.optimizers = {cluster.optimizers} "
+            f"are more processes than the {_cores_here()} cores of this machine can start in time; "
+            f"use at most {most} together, or set cluster.address to a cluster"
         )
 
 

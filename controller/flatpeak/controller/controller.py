@@ -284,6 +284,7 @@ class Controller:
         return StepRecord(
             step=first.step,
             loss=first.loss,
+            nll=first.nll,
             grad_norm=first.grad_norm,
             lr=rate,
             tokens=first.tokens,

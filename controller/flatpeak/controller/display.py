@@ -112,6 +112,7 @@ def step_line(record: StepRecord, *, steps: int) -> str:
     columns = [
         f"step {record.step:>{width}}/{steps}",
         f"loss {record.loss:.4f}",
+        *([] if record.nll is None or record.nll == record.loss else [f"nll {record.nll:.4f}"]),
         f"grad {record.grad_norm:.3f}",
         f"lr {record.lr:.2e}",
         f"peak {memory(record.peak_bytes.get(TOTAL), record.device_budget_bytes)}",

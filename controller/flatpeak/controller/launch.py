@@ -30,6 +30,7 @@ from flatpeak.controller.waiting import describe
 from flatpeak.workers import checkpoint
 from flatpeak.workers.arena import sweep_stale
 from flatpeak.workers.errors import ClusterError, FlatpeakError, InputError
+from flatpeak.workers.routers import auxiliary_coefficient, check_router_logits
 from flatpeak.workers.settings import check_dispatch_budget, check_router_biases, samples_of
 from flatpeak.workers.support import check_supported
 from flatpeak.workers.weights import open_weights
@@ -58,6 +59,8 @@ def resolve(spec: Spec) -> Spec:
     model = checkpoint.build_meta_model(config)
     check_supported(model)
     check_router_biases(resolved, model)
+    if auxiliary_coefficient(config, resolved.train.router_aux_loss_coef):
+        check_router_logits(model)
     check_dispatch_budget(resolved, model)
     open_weights(resolved)
     check_cluster(resolved, parameters=sum(weight.numel() for weight in model.parameters()))

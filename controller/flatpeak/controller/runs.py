@@ -50,6 +50,9 @@ class StepRecord:
 
     step: int
     loss: _NullAsNan
+    nll: float | None = None
+    """Mean negative log likelihood of the targets: the loss without what is added to it, which
+    makes runs comparable. None where it was not finite, and in the records of old runs."""
     grad_norm: _NullAsNan
     lr: float
     tokens: int

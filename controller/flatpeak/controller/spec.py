@@ -5,46 +5,28 @@ lines into the starter file. Rules that need the model are functions at the end.
 and writes YAML, `spec_problems` words what is refused. Nothing here imports torch or ray.
 """
 
-import re
 from collections.abc import Callable, Sequence
-from decimal import Decimal
 from math import isqrt
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flatpeak.controller.spec_problems import describe_problems
+from flatpeak.controller.spec_values import (
+    Auto,
+    Beta,
+    Bytes,
+    BytesOrZero,
+    Count,
+    CountOrZero,
+    FloatOrZero,
+    JsonLike,
+    Multiple,
+    PositiveFloat,
+    Processes,
+    Seconds,
+)
 from flatpeak.workers.errors import SpecError
-
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-
-
-def _counted(value: Any) -> Any:
-    """4GB and 512MiB as a number of bytes; what is not text is for the strict integer to judge."""
-    if not isinstance(value, str):
-        return value
-    parts = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(?:([kKMGTP])(i?))?B", value)
-    if parts is None:
-        raise PydanticCustomError("bytes", "should be bytes, like 4000000000, 4GB or 512MiB")
-    number, prefix, binary = parts.groups()
-    power = "KMGTP".index(prefix.upper()) + 1 if prefix else 0
-    return int(Decimal(number) * (1024 if binary else 1000) ** power)
-
-
-Bytes = Annotated[int, Field(ge=1), BeforeValidator(_counted)]
-BytesOrZero = Annotated[int, Field(ge=0), BeforeValidator(_counted)]
-Auto = Literal["auto"]
-PositiveFloat = Annotated[float, Field(gt=0)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -66,7 +48,7 @@ class Section(BaseModel):
 class ModelSpec(Section):
     path: str | None = None
     """Hugging Face directory with config.json and safetensors; give this or `config`."""
-    config: dict[str, Any] | None = None
+    config: JsonLike | None = None
     """Inline Hugging Face config with `model_type`; the weights are then random."""
     weights: Literal["auto", "random", "pretrained"] = "auto"
     """auto loads what `path` holds; random starts afresh from the config alone."""
@@ -108,7 +90,7 @@ class ScheduleSpec(Section):
     """Steps over which the learning rate rises from nothing to `lr`; more is gentler."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the fall from `lr` to `lr * min_lr_ratio` after the warm-up."""
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    min_lr_ratio: Annotated[FloatOrZero, Field(le=1)] = 0.1
     """Share of `lr` that is left at the end of the decay; 1 means no decay."""
     decay_steps: Count | None = None
     """Step at which the decay ends; null means `train.steps`. More keeps the rate up longer."""
@@ -129,7 +111,7 @@ class TrainSpec(Section):
     """Decay of AdamW's two moments; nearer to 1 averages over more steps."""
     eps: PositiveFloat = 1e-8
     """Added to AdamW's denominator; more damps the update of rarely used weights."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: FloatOrZero = 0.1
     """Decoupled decay a step times lr; norms, biases and router biases are left out."""
     schedule: ScheduleSpec = ScheduleSpec()
     """How the learning rate moves over the steps."""
@@ -139,13 +121,13 @@ class TrainSpec(Section):
     """Working precision; bfloat16 halves weights and activations, masters stay float32."""
     seed: CountOrZero = 0
     """Fixes random weights and the order of samples."""
-    router_bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
+    router_bias_update_rate: FloatOrZero = 0.0
     """Step of the selection bias towards idle experts (DeepSeek-V3 style); 0 turns it off."""
-    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    router_aux_loss_coef: FloatOrZero | None = None
     """Weight of the load-balancing loss; null takes what the model's config asks for."""
-    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    z_loss: Annotated[FloatOrZero, Field(le=1e18)] = 0.0
     """Weight of each token's squared log-sum-exp in the loss, as reported; more keeps it near 0."""
-    label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0
+    label_smoothing: Annotated[FloatOrZero, Field(lt=1)] = 0.0
     """Share of a target spread over the vocabulary in the loss, as reported; more is less sure."""
 
     @model_validator(mode="after")
@@ -160,25 +142,25 @@ class TrainSpec(Section):
 
 
 class ClusterSpec(Section):
-    workers: Count = 1
+    workers: Processes = 1
     """Workers (W), one a device; more lowers each one's share of weights and tokens."""
-    optimizers: Count = 1
+    optimizers: Processes = 1
     """CPU actors that own the optimizer state; more shortens the update."""
     address: str = "local"
     """local starts a Ray on this machine; else a Ray address, or auto to find one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes CUDA when a device is there."""
-    cpus_per_worker: Count = 1
+    cpus_per_worker: Annotated[int, Field(ge=1, le=1024)] = 1
     """Cores and threads a worker gets; matters most on device cpu."""
-    cpus_per_optimizer: Count = 1
+    cpus_per_optimizer: Annotated[int, Field(ge=1, le=1024)] = 1
     """Cores and threads an optimizer actor gets; more shortens the update."""
     shm_dir: str = "/dev/shm"
     """Directory of the arenas; needs room for 16 bytes a parameter and the boundaries."""
     rendezvous_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port at which the workers meet; 0 takes any free one."""
-    start_timeout_s: PositiveFloat = 120.0
+    start_timeout_s: Seconds = 120.0
     """Longest wait for placement and start; raise it when nodes are slow to come."""
-    step_timeout_s: PositiveFloat = 1800.0
+    step_timeout_s: Seconds = 1800.0
     """Longest wait for one step; raise it above the slowest step you expect."""
 
 
@@ -204,11 +186,11 @@ class DispatchSpec(Section):
     """Most chunks that follow from `tokens_per_chunk`; budget and cap may ask for more."""
     receive_rows: Count | Auto = "auto"
     """Hard cap of rows a rank receives in a chunk; auto leaves it to the budget."""
-    capacity_factor: Annotated[float, Field(ge=1)] = 1.0
+    capacity_factor: Multiple = 1.0
     """A rank takes up to this multiple of the mean load; more migrates less, bounds worse."""
     min_chunk: Count = 1024
     """Fewest routes of an expert worth moving to a helper, at most an eighth of a rank's mean."""
-    balance_above: Annotated[float, Field(ge=1)] = 1.3
+    balance_above: Multiple = 1.3
     """Largest over mean load at which balancing starts; more leaves more imbalance."""
     max_foreign_experts: CountOrZero = 4
     """Foreign experts a rank may hold at once; more balances better, costs their bytes."""
@@ -231,7 +213,7 @@ class BoundariesSpec(Section):
 class OptimizerSpec(Section):
     bucket_parameters: Count = 4_194_304
     """Parameters a bucket (beta); fewer lowers staging, more amortises each transfer."""
-    slots: Count = 2
+    slots: Annotated[int, Field(ge=1, le=1024)] = 2
     """Spare frames, and buckets on the device at once (18 B a parameter); more overlaps more."""
     update_on: Literal["host", "device", "auto"] = "host"
     """AdamW in the optimizer actors, on the workers' devices, or on both by measured rates."""

@@ -1,6 +1,7 @@
 """The job spec as a file: reading YAML with overrides, writing the resolved spec, the starter."""
 
 import re
+import sys
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import yaml
 
 from flatpeak.controller.spec import Section, Spec, parse_spec
 from flatpeak.controller.spec_problems import section_at
+from flatpeak.controller.spec_values import MOST_DEPTH, shortened, shown
 from flatpeak.workers.errors import SpecError
 
 STARTER_VALUES: dict[str, Any] = {
@@ -67,14 +69,42 @@ def starter_yaml() -> str:
 
 
 class _Loader(yaml.SafeLoader):
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        # Each level takes some frames of Python's stack, here and wherever the tree is read.
+        self._depth += 1
+        if self._depth > MOST_DEPTH:
+            raise yaml.MarkedYAMLError(
+                problem=f"it is nested deeper than {MOST_DEPTH} levels",
+                problem_mark=self.peek_event().start_mark,
+            )
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         # YAML lets a repeated key win silently; in a job spec it is a mistake.
-        names = [key.value for key, _ in node.value]
+        names = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
         if twice := [name for name in names if names.count(name) > 1]:
             raise yaml.constructor.ConstructorError(
                 problem=f"the key `{twice[0]}` is given twice", problem_mark=node.start_mark
             )
         return super().construct_mapping(node, deep=deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        try:
+            return super().construct_yaml_int(node)
+        except ValueError:
+            digits = re.sub(r"\D", "", node.value)
+            if len(digits) <= sys.int_info.default_max_str_digits:
+                raise
+            # Too long for Python to read, and for any setting, which is what will be said of it.
+            size = 10 ** (len(digits) - 1)
+            return -size if node.value.startswith("-") else size
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 # YAML 1.1 reads `1e-4` as a string, because it has no dot.
@@ -88,11 +118,11 @@ _Loader.add_implicit_resolver(
 def _read_yaml(text: str, *, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # or 0x_, or a 13th month
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         what = getattr(error, "problem", None) or str(error)
-        raise SpecError(f"{source} is not valid YAML{where}: {what}") from None
+        raise SpecError(f"{shortened(source)} is not valid YAML{where}: {what}") from None
 
 
 def _overridden(data: Any, override: str) -> Any:
@@ -108,7 +138,9 @@ def _with_value(data: Any, keys: list[str], value: Any, override: str) -> Any:
     if not keys:
         return value
     if data is not None and not isinstance(data, dict):
-        raise SpecError(f"--set {override!r} goes below {data!r}, which is a value, not a section")
+        raise SpecError(
+            f"--set {override!r} goes below {shown(data)}, which is a value, not a section"
+        )
     data = data or {}
     first, *rest = keys
     return data | {first: _with_value(data.get(first), rest, value, override)}

@@ -7,6 +7,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from flatpeak.controller.spec_values import name_of, shown
+
 
 def describe_problems(
     error: ValidationError,
@@ -44,9 +46,9 @@ def _origin(path: list[str], complaint: str, source: str, overrides: Sequence[st
     for override in reversed(overrides):
         keys = override.partition("=")[0].strip().split(".")
         if path[: len(keys)] == keys:
-            return f"--set {override!r}"
+            return f"--set {shown(override)}"
         if keys[: len(path)] == path and re.search(rf"\b{re.escape(keys[-1])}\b", complaint):
-            below.insert(0, f"--set {override!r}")
+            below.insert(0, f"--set {shown(override)}")
     return f"{source} with {', '.join(below)}" if below else source
 
 
@@ -72,14 +74,16 @@ def _problem(detail: Any, data: Any, root: type[BaseModel]) -> tuple[str, str]:
     if kind == "extra_forbidden":
         return _unknown_key(path, root)
     dotted = ".".join(path)
+    if kind == "invalid_key" or detail["loc"][-1:] == ("[key]",):
+        return f"{dotted}: ", "the key should be text, in quotes where it looks like a number"
     if kind == "value_error":  # a rule of ours, which words itself
         return (f"{dotted}: " if dotted else ""), str(detail["ctx"]["error"])
     if kind in ("model_type", "model_attributes_type"):
-        return f"{dotted or 'the job'} = {detail['input']!r}: ", "should be a section of keys"
+        return f"{dotted or 'the job'} = {shown(detail['input'])}: ", "should be a section of keys"
     if kind == "string_pattern_mismatch":
         complaint = "should start with a-z or 0-9 and go on with a-z, 0-9, '.', '_', '-'"
-        return f"{dotted} = {detail['input']!r}: ", complaint
-    return f"{dotted} = {_value_at(data, path)!r}: ", _lower(detail["msg"])
+        return f"{dotted} = {shown(detail['input'])}: ", complaint
+    return f"{dotted} = {shown(_value_at(data, path))}: ", _lower(detail["msg"])
 
 
 def _lower(message: str) -> str:
@@ -94,7 +98,7 @@ def _path(location: tuple[int | str, ...], data: Any) -> list[str]:
         if part not in keys:
             break
         data = data[part]
-        path.append(str(part))
+        path.append(name_of(part))
     return path
 
 

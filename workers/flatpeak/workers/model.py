@@ -85,7 +85,8 @@ class VocabularyHead(nn.Module):
 
     `weight` is this rank's rows of an untied head, or the whole tied embedding, of which the rows
     are cut. With no `targets` set the hidden states pass through. `sink` gets the fp32 gradient of
-    the rows, tied or not; without one it goes through autograd.
+    the rows, tied or not; without one it goes through autograd. Where `z_loss` or
+    `label_smoothing` add to the loss, `nll` is the sum of the tokens' negative log likelihoods.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class VocabularyHead(nn.Module):
         self.targets: Tensor | None = None
         self.sink: Callable[[Tensor], None] | None = None
         self.output: Tensor | None = None
+        self.nll: Tensor | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [B, s, H] to the loss of each token [B, s] (fp32, 0 where ignored)."""
@@ -111,7 +113,8 @@ class VocabularyHead(nn.Module):
             weight = weight[slice(*self.rows)]
             if self.sink is not None:
                 weight = weight.detach()  # autograd must not wait for what the sink gets
-        nll = ring_cross_entropy(
+        plain = not self.z_loss and not self.label_smoothing
+        losses = ring_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),
             self.targets.reshape(-1),
             weight,
@@ -120,14 +123,18 @@ class VocabularyHead(nn.Module):
             token_tile=self.token_tile,
             schedule=self.schedule,
             grad_sink=self.sink,
+            nll_sink=None if plain else self._keep_nll,
             logit_scale=self.logits.scale,
             soft_cap=self.logits.soft_cap,
             z_loss=self.z_loss,
             label_smoothing=self.label_smoothing,
         )
         # A copy of N numbers: FSDP2 hangs its hooks on what a module returns, and warns of views.
-        self.output = nll.view(hidden.shape[:-1]).clone()
+        self.output = losses.view(hidden.shape[:-1]).clone()
         return self.output
+
+    def _keep_nll(self, values: Tensor) -> None:
+        self.nll = values.sum(dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +192,8 @@ class ShardedModel:
             use_cache=False,
             output_router_logits=False,
         )
-        nll, self.head.output, self.head.targets = self.head.output, None, None
-        return nll
+        losses, self.head.output, self.head.targets = self.head.output, None, None
+        return losses
 
 
 def _cut_experts(model: PreTrainedModel, axis: Axis) -> dict[str, tuple[int, int]]:

@@ -1,17 +1,19 @@
 """The yardstick: a plain single-process trainer of the same job.
 
-transformers' own model and loss, gradient checkpointing, `torch.optim.AdamW` and `clip_grad_norm_`,
-nothing of ours but the same samples and initial weights. Tests compare losses and weights with it;
-the demo compares its peaks, component by component.
+transformers' own model and loss (ours where the job has z-loss or label smoothing), gradient
+checkpointing, `torch.optim.AdamW` and `clip_grad_norm_`, nothing else of ours but the same samples
+and initial weights. Tests compare losses and weights with it; the demo compares its peaks,
+component by component.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
@@ -42,6 +44,10 @@ class PlainTrainer:
         self.model.activation_checkpointing_enable({"use_reentrant": False})
         self.model._set_gradient_checkpointing(True, gradient_checkpointing_func=_checkpoint)
         train = spec.train
+        if train.z_loss or train.label_smoothing:  # which transformers does not know
+            self.model.loss_function = partial(
+                token_loss, z_loss=train.z_loss, label_smoothing=train.label_smoothing
+            )
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in self.model.named_parameters():
             groups[decays(name, parameter.dim())].append(parameter)
@@ -90,12 +96,34 @@ class PlainTrainer:
             position_ids=positions,
             labels=targets,
             shift_labels=targets,
-            num_items_in_batch=(targets != -100).sum(),
+            num_items_in_batch=(targets != _NO_TARGET).sum(),
             use_cache=False,
             output_router_logits=bool(coefficient),
         ).loss
 
 
+def token_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    *,
+    shift_labels: Tensor,
+    num_items_in_batch: Tensor,
+    z_loss: float,
+    label_smoothing: float,
+    **_: Any,
+) -> Tensor:
+    """The loss of a causal language model, called as transformers calls it, with two options more.
+
+    Each target's loss is its cross entropy, smoothed, and `z_loss` times its squared log-sum-exp.
+    """
+    logits, targets = logits.float().view(-1, vocab_size), shift_labels.view(-1)
+    losses = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=label_smoothing)
+    squares = logits.logsumexp(1).square().masked_fill(targets == _NO_TARGET, 0.0)
+    return (losses + z_loss * squares.sum()) / num_items_in_batch
+
+
+_NO_TARGET = -100
 _ATTENTION_NAME = "flatpeak_plain"
 
 

@@ -89,14 +89,24 @@ class RouterLoad:
         return torch.sign(counts - counts.mean())
 
 
-def watch_routers(model: nn.Module, load: RouterLoad) -> None:
-    """Sends every router's logits to `load`, wherever the family's router returns them."""
-    recorder = getattr(model, "_can_record_outputs", {}).get("router_logits")
+def check_router_logits(model: nn.Module) -> None:
+    """Raises InputError where `model` (whole, any device) does not say what its routers return."""
+    _recorder_of(model)
+
+
+def _recorder_of(model: nn.Module) -> Any:
+    recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     if recorder is None:
         raise InputError(
             f"{type(model).__name__} does not say where its router logits are, so it can have no "
             "auxiliary loss; set train.router_aux_loss_coef to 0"
         )
+    return recorder
+
+
+def watch_routers(model: nn.Module, load: RouterLoad) -> None:
+    """Sends every router's logits to `load`, wherever the family's router returns them."""
+    recorder = _recorder_of(model)
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         load.observe(output[recorder.index] if isinstance(output, tuple) else output)

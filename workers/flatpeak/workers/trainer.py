@@ -46,11 +46,12 @@ class StepResult:
     """What one rank reports of a step. Loss, norm, counts are of all ranks and equal on each.
 
     The loss is all that is minimised: with z-loss, label smoothing and load balancing where the job
-    asks for them.
+    asks for them. `nll`, the mean negative log likelihood of the targets, is without.
     """
 
     step: int
     loss: float
+    nll: float = math.nan
     grad_norm: float
     targets: int
     tokens: int
@@ -209,12 +210,13 @@ class Trainer:
             self._stream.begin_step(version=step - 1, timeout_s=self.spec.cluster.step_timeout_s)
             self.sharded.load.begin_step()
             self.sharded.dispatched.begin_step()
-            loss, targets, tokens = self._forward_backward(step)
+            (loss, nll), targets, tokens = self._forward_backward(step)
             refreshed = self._refresh.finish()
             grad_norm = self._finish_gradients()
         return StepResult(
             step=step,
             loss=loss,
+            nll=nll,
             grad_norm=grad_norm,
             targets=targets,
             tokens=tokens,
@@ -229,7 +231,8 @@ class Trainer:
     def open_samples(self) -> SampleSource:
         return samples_of(self.spec)
 
-    def _forward_backward(self, step: int) -> tuple[float, int, int]:
+    def _forward_backward(self, step: int) -> tuple[list[float], int, int]:
+        """Loss and nll, targets and tokens of the step on all ranks."""
         train, load = self.spec.train, self.sharded.load
         batches = list(
             read_step(
@@ -252,20 +255,22 @@ class Trainer:
                     self._run(batch, with_targets=False)
             load.finish_counting()
             self._seed(step)  # a router with noise must choose the same routes again
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
         self._boundaries = BoundaryStats()
         for index, batch in enumerate(batches):
             self._accumulate, self._final = index > 0, index == len(batches) - 1
             with self._offload:
-                nll = self._run(batch, with_targets=True)
-                assert nll is not None
-                loss = nll.sum() / max(targets, 1)
+                losses = self._run(batch, with_targets=True)
+                assert losses is not None
+                loss = losses.sum() / max(targets, 1)
+                nll, kept = loss.detach(), self.sharded.head.nll
                 if self._coefficient:
                     if not count_first:
                         load.finish_counting()
                     loss = loss + load.auxiliary_loss(self._coefficient, tokens=tokens)
-                total += loss.detach()
-                del nll
+                total[0] += loss.detach()
+                total[1] += nll if kept is None else kept / max(targets, 1)
+                del losses
                 loss.backward()
                 # The graph's nodes, and what they hold beside tensors, end with the last reference.
                 del loss
@@ -273,7 +278,7 @@ class Trainer:
         if not self._coefficient:
             load.finish_counting()
         dist.all_reduce(total)
-        return total.item(), targets, tokens
+        return total.tolist(), targets, tokens
 
     def _seed(self, step: int) -> None:
         """Makes what a router draws a function of the job, the step and the rank alone."""

@@ -38,7 +38,7 @@ def strip_residual(
     x: Tensor,
     w: Tensor,
     columns: Tensor,
-    lse: Tensor,
+    top: Tensor,
     p_scale: Tensor,
     y_scale: Tensor,
     flat: Tensor | None = None,
@@ -47,7 +47,7 @@ def strip_residual(
     soft_cap: float | None = None,
 ) -> Tensor:
     """The gradient [t, v] by `scale x w^T`; fp32, or bf16 where fused for bf16 inputs."""
-    scales = (lse, p_scale, y_scale, flat)
+    scales = (top, p_scale, y_scale, flat)
     return _kernels(x).strip_residual(x, w, columns, *scales, scale=scale, soft_cap=soft_cap)
 
 

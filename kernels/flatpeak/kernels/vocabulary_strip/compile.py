@@ -27,7 +27,7 @@ KERNELS = {"state": strip._state_kernel, "residual": strip._residual_kernel}
 # The constant that stands for each option, besides what is done to the products.
 SECOND_OPTION = {"state": "MOMENTS", "residual": "FLAT"}
 # Which sizes and addresses 16 divides: all, those that decide how rows are loaded, or none.
-SCALARS = ("columns", "lse", "p_scale", "y_scale", "flat")
+SCALARS = ("columns", "top", "p_scale", "y_scale", "flat")
 EDGES = {
     "even": ("t", "v", *SCALARS, "h", "x", "x_row", "w", "w_row"),
     "ragged": ("h", "x", "x_row", "w", "w_row"),
@@ -105,7 +105,7 @@ def _types(case: Case, names: list[str]) -> dict[str, str]:
         "factor": "fp32",
         "soft_cap": "fp32",
     }
-    known |= dict.fromkeys(("partials", "lse", "p_scale", "y_scale", "flat"), "*fp32")
+    known |= dict.fromkeys(("partials", "top", "p_scale", "y_scale", "flat"), "*fp32")
     return {name: known.get(name, "i32") for name in names}
 
 

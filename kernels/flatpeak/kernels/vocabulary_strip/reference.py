@@ -16,6 +16,9 @@ from torch import Tensor
 
 from flatpeak.kernels.vocabulary_strip.simulated import gpu_of
 
+# Rows or columns of a product that has another one beside it in memory at little cost.
+THIN = 16
+
 
 def strip_state(
     x: Tensor,
@@ -70,7 +73,7 @@ def strip_residual(
     x: Tensor,
     w: Tensor,
     columns: Tensor,
-    lse: Tensor,
+    top: Tensor,
     p_scale: Tensor,
     y_scale: Tensor,
     flat: Tensor | None = None,
@@ -80,14 +83,16 @@ def strip_residual(
 ) -> Tensor:
     """The gradient [t, v] by `scale * x w^T`, before the soft cap, in fp32.
 
-    `cap'(scale * x w^T) * (p_scale * exp(logit - lse) - y_scale * onehot - flat)`, where lse,
-    p_scale, y_scale and flat are fp32 [t]: the token's log-sum-exp over the whole vocabulary, and
-    what the loss makes of a probability, of the target's logit and of every logit.
+    `cap'(scale * x w^T) * (p_scale * exp(logit - top) - y_scale * onehot - flat)`, where top,
+    p_scale, y_scale and flat are fp32 [t]: the token's maximum logit over the whole vocabulary, and
+    what the loss makes of exp(logit - top), of the target's logit and of every logit. The maximum,
+    not the log-sum-exp: that has digits of its own beside it, which fp32 drops where logits are
+    large, while the maximum is itself a logit, and each difference to it is exact or nearly so.
     """
     logits = _logits(x, w, scale, soft_cap)
     # With a cap its derivative needs the logits again.
     residual = logits.clone() if soft_cap is not None else logits
-    residual.sub_(lse.unsqueeze(1)).exp_().mul_(p_scale.unsqueeze(1))
+    residual.sub_(top.unsqueeze(1)).exp_().mul_(p_scale.unsqueeze(1))
     inside, index = _targets_inside(columns, w.shape[0])
     residual.scatter_add_(1, index, y_scale.neg().masked_fill_(~inside, 0.0).unsqueeze(1))
     if flat is not None:
@@ -102,10 +107,13 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
     narrow = b.dtype
     if _multiplies_narrow(b):
         torch.addmm(total, a.to(narrow), b, out_dtype=torch.float32, out=total)
-    elif len(a) == 1:
-        # For a single row BLAS takes another path, which loses digits in long sums on some CPUs:
-        # 7e-6 where the same row beside a second one was off by 2e-7.
-        total.add_(torch.mm(a.float().expand(2, -1), b.float())[:1])
+    elif min(total.shape) <= THIN:
+        # BLAS takes other paths here, which lose digits in long sums on some CPUs: it adds term by
+        # term to what is in `total`, 3e-6 off where a product added as a whole is by 7e-8, and a
+        # single row is multiplied worse than the same row beside a second one.
+        rows = a.float()
+        product = torch.mm(rows.expand(2, -1) if len(rows) == 1 else rows, b.float())
+        total.add_(product[: len(rows)])
     else:
         total.addmm_(a.float(), b.float())
 

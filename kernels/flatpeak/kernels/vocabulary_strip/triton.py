@@ -123,7 +123,7 @@ def strip_residual(
     x: Tensor,
     w: Tensor,
     columns: Tensor,
-    lse: Tensor,
+    top: Tensor,
     p_scale: Tensor,
     y_scale: Tensor,
     flat: Tensor | None = None,
@@ -146,7 +146,7 @@ def strip_residual(
         x,
         w,
         columns.contiguous(),
-        lse.contiguous(),
+        top.contiguous(),
         p_scale.contiguous(),
         y_scale.contiguous(),
         None if flat is None else flat.contiguous(),
@@ -341,7 +341,7 @@ def _residual_kernel(
     x,
     w,
     columns,
-    lse,
+    top,
     p_scale,
     y_scale,
     flat,
@@ -374,7 +374,7 @@ def _residual_kernel(
     row, vocabulary = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_V)
     rows_read = tl.minimum(first_row + row, t - 1)
     column = _column(columns, rows_read, v) - start
-    gradient = tl.exp(logits - tl.load(lse + rows_read)[:, None])
+    gradient = tl.exp(logits - tl.load(top + rows_read)[:, None])
     gradient *= tl.load(p_scale + rows_read)[:, None]
     target = tl.load(y_scale + rows_read)[:, None]
     gradient -= tl.where(vocabulary[None, :] == column[:, None], target, 0.0)

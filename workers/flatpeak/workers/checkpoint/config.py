@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from flatpeak.workers.checkpoint.config_keys import unknown_keys
+from flatpeak.workers.checkpoint.config_values import bad_dtypes, bad_values
 from flatpeak.workers.errors import CheckpointError, InputError, SpecError
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -39,7 +40,7 @@ def load_config(*, path: str | None, config: dict[str, Any] | None) -> PreTraine
     if path is not None:
         return _parse(_read_json(Path(path)), source=f"{path}/config.json", error=CheckpointError)
     assert config is not None
-    parsed = _parse(config, source="the model config", error=SpecError)
+    parsed = _parse(config, source="model.config", error=SpecError)
     _refuse_unknown_keys(config, parsed)
     return parsed
 
@@ -78,7 +79,7 @@ def _read_json(directory: Path) -> dict[str, Any]:
         )
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} holds a {type(content).__name__}, not a JSON object")
@@ -89,9 +90,11 @@ def _parse(content: dict[str, Any], *, source: str, error: type[InputError]) -> 
     kind = str(content.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise error(f"{source}: {_unknown_model_type(content)}")
+    for problem in bad_dtypes(content):
+        raise error(f"{source}: {problem}")
     try:
         config = CONFIG_MAPPING[kind].from_dict(dict(content))
-    except (StrictDataclassError, TypeError, ValueError, KeyError) as reason:
+    except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError) as reason:
         raise error(f"{source} is not a valid {kind} configuration: {reason}") from reason
     found = f"{source} is a {type(config).__name__} (model_type {kind})"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -106,6 +109,8 @@ def _parse(content: dict[str, Any], *, source: str, error: type[InputError]) -> 
             f"{found}, which is not a Mixture-of-Experts model: none of "
             f"{', '.join(_EXPERT_COUNTS)} is set; use an MoE family such as qwen3_moe or mixtral"
         )
+    for problem in bad_values(config):
+        raise error(f"{source}: {problem}")
     return config
 
 

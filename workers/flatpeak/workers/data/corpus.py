@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from flatpeak.workers.errors import WaitTimeout
+from flatpeak.workers.errors import DataError, WaitTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,8 @@ Batches = Iterable[tuple[np.ndarray, np.ndarray]]  # (ids, lengths of the docume
 def open_corpus(name: str, batches: Callable[[], Batches], *, cache_dir: Path) -> Corpus:
     """Map the corpus `name` from the cache; on a miss, make it from `batches()`.
 
-    A cache directory that cannot be written costs a warning, and the corpus is held in memory.
+    A cache directory that cannot be written costs a warning, and the corpus is held in memory; one
+    that is no directory raises DataError.
     """
     path = cache_dir / f".{name}.tokens"
     corpus = _map(path)
@@ -60,6 +61,11 @@ def open_corpus(name: str, batches: Callable[[], Batches], *, cache_dir: Path) -
             return _map(path) or _make(path, batches())
     except WaitTimeout:  # an OSError too, but no reason for every process to tokenise on its own
         raise
+    except (FileExistsError, NotADirectoryError):
+        raise DataError(
+            f"data.cache_dir = {cache_dir} is no directory, nor can it be made one; use a directory"
+            " that may be absent, like ~/.cache/flatpeak"
+        ) from None
     except OSError as error:
         logger.warning("data.cache_dir: %s; the tokenised corpus is held in memory", error)
     sink = io.BytesIO()

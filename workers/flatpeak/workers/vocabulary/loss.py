@@ -14,13 +14,14 @@ from torch.distributed import ProcessGroup
 
 from flatpeak.workers.partition import parts
 from flatpeak.workers.scopes import operator_scope, scope
-from flatpeak.workers.vocabulary.agreement import Inputs, check_facts, gather_facts
+from flatpeak.workers.vocabulary.agreement import agree
+from flatpeak.workers.vocabulary.arguments import Inputs
 from flatpeak.workers.vocabulary.meetings import Backward, Plan, states_of
 from flatpeak.workers.vocabulary.objective import Objective
 from flatpeak.workers.vocabulary.ring import Ring
 from flatpeak.workers.vocabulary.tiles import choose_tiles, weights_move
 
-GradSink = Callable[[Tensor], None]
+Sink = Callable[[Tensor], None]
 
 
 def ring_cross_entropy(
@@ -33,7 +34,8 @@ def ring_cross_entropy(
     ignore_index: int = -100,
     token_tile: int | None = None,
     schedule: str = "auto",
-    grad_sink: GradSink | None = None,
+    grad_sink: Sink | None = None,
+    nll_sink: Sink | None = None,
     logit_scale: float = 1.0,
     soft_cap: float | None = None,
     z_loss: float = 0.0,
@@ -59,25 +61,30 @@ def ring_cross_entropy(
         schedule: which tensor tours the ring: "weights", "activations", or "auto" for the smaller.
         grad_sink: receives the finished fp32 weight gradient [V_r, H] once, in backward; autograd
             then gets none. Without it autograd gets the gradient in the weight's dtype.
-        logit_scale: logits are this times the products of hidden states and weight.
-        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` next. None leaves them.
+        nll_sink: receives, in forward, each token's negative log likelihood [N] fp32, 0 where it is
+            left out: the loss without z-loss, label smoothing and weights. No gradient reaches it.
+        logit_scale: logits are this times the products of hidden states and weight. Its size is
+            from 1e-18 to 1e18.
+        soft_cap: logits become `soft_cap * tanh(logits / soft_cap)` next. None leaves them. From
+            1e-18 to 1e18.
         z_loss: this times the square of the log-sum-exp of a token's logits is added to its loss.
-        label_smoothing: the share, 0 to 1, of the target's probability that is spread evenly over
-            the vocabulary, as in `torch.nn.functional.cross_entropy`.
+            From 0 to 1e18.
+        label_smoothing: the share, from 0 to below 1, of the target's probability that is spread
+            evenly over the vocabulary, as in `torch.nn.functional.cross_entropy`.
         token_weights: [N] float32, finite: multiply the loss and the gradient of each token. One of
-            weight 0 is left out like an ignored one. They are constants: no gradient reaches them.
+            weight 0 is left out like an ignored one. They are constants, without a gradient.
 
     Returns:
         [N] fp32, 0 where ignored.
 
     Raises:
-        InputError: shapes, dtypes or options do not fit, on all ranks alike.
+        InputError: an argument of any rank has the wrong type, shape, dtype, device or value, on
+            all ranks alike; a `group` that is none, on its rank alone.
         DataError: a target outside the vocabulary or a weight that is not finite, on all ranks
             alike, before any ring traffic.
 
     Source: Ring-DTP, arXiv 2609.14306, with token tiles that tour the ring one by one.
     """
-    grads = torch.is_grad_enabled()
     plan = _plan(
         Inputs(
             hidden=hidden,
@@ -92,12 +99,13 @@ def ring_cross_entropy(
             soft_cap=soft_cap,
             z_loss=z_loss,
             label_smoothing=label_smoothing,
-            needs_hidden_grad=grads and hidden.requires_grad,
-            needs_shard_grad=grads and (weight_shard.requires_grad or grad_sink is not None),
+            grad_sink=grad_sink,
+            nll_sink=nll_sink,
+            backward=torch.is_grad_enabled(),
         ),
         group,
     )
-    call = _Call(plan, ignore_index, grad_sink)
+    call = _Call(plan, ignore_index, grad_sink, nll_sink)
     return _RingCrossEntropy.apply(hidden, targets, weight_shard, token_weights, call)
 
 
@@ -151,10 +159,9 @@ def _plan(inputs: Inputs, group: ProcessGroup | None) -> Plan:
     """What the ranks do, from facts that all of them know, so that they decide alike."""
     ring = Ring(group)
     with scope("vocabulary"):
-        facts = gather_facts(ring, inputs)
-    check_facts(facts)
-    tokens = [own.tokens for own in facts]
-    shards = parts(inputs.vocab_size, ring.size)
+        facts = agree(ring, inputs)
+    own, tokens = facts[ring.rank], [other.tokens for other in facts]
+    shards = parts(own.vocab_size, ring.size)
     return Plan(
         ring=ring,
         tokens=tokens,
@@ -162,18 +169,18 @@ def _plan(inputs: Inputs, group: ProcessGroup | None) -> Plan:
         tiles=choose_tiles(
             tokens=max(tokens),
             shard_rows=max(stop - start for start, stop in shards),
-            width=inputs.hidden.shape[1],
-            token_tile=inputs.token_tile,
+            width=own.width,
+            token_tile=own.token_tile,
         ),
         weights_move=weights_move(
-            inputs.schedule, tokens=max(tokens), vocab_size=inputs.vocab_size, ranks=ring.size
+            inputs.schedule, tokens=max(tokens), vocab_size=own.vocab_size, ranks=ring.size
         ),
         objective=Objective(
-            vocab_size=inputs.vocab_size,
-            logit_scale=inputs.logit_scale,
-            soft_cap=inputs.soft_cap,
-            z_loss=inputs.z_loss,
-            label_smoothing=inputs.label_smoothing,
+            vocab_size=own.vocab_size,
+            logit_scale=own.logit_scale,
+            soft_cap=own.soft_cap,
+            z_loss=own.z_loss,
+            label_smoothing=own.label_smoothing,
         ),
     )
 
@@ -182,14 +189,20 @@ def _plan(inputs: Inputs, group: ProcessGroup | None) -> Plan:
 class _Call:
     plan: Plan
     ignore_index: int
-    grad_sink: GradSink | None
+    grad_sink: Sink | None
+    nll_sink: Sink | None
 
     def weighted(self, values: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         """`values` [N] times the token weights, 0 for whatever token is left out."""
+        if weights is None:
+            return self.kept(values, targets, weights)
+        return self.kept(values * weights, targets, weights)
+
+    def kept(self, values: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+        """`values` [N], 0 for whatever token is left out."""
         out = targets == self.ignore_index
         if weights is not None:
             out |= weights == 0
-            values = values * weights
         return values.masked_fill(out, 0.0)
 
 
@@ -206,16 +219,19 @@ class _RingCrossEntropy(torch.autograd.Function):
         objective = call.plan.objective
         with operator_scope("vocabulary", hidden.device):
             states = states_of(call.plan, hidden, targets, shard, moments=objective.needs_moments)
-            losses, lse = objective.losses(states)
-            losses = call.weighted(losses, targets, token_weights).float()
-            ctx.save_for_backward(hidden, targets, shard, token_weights, lse.float())
+            if call.nll_sink is not None:
+                plain = Objective(vocab_size=objective.vocab_size).losses(states)
+                call.nll_sink(call.kept(plain, targets, token_weights).float())
+            losses = call.weighted(objective.losses(states), targets, token_weights).float()
+            tops, shares = states[:, 0].float(), objective.shares(states).float()
+            ctx.save_for_backward(hidden, targets, shard, token_weights, tops, shares)
         ctx.call = call
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, targets, shard, token_weights, lse = ctx.saved_tensors
+        hidden, targets, shard, token_weights, tops, shares = ctx.saved_tensors
         call: _Call = ctx.call
         with operator_scope("vocabulary", hidden.device):
             d_hidden, d_shard = Backward(
@@ -223,7 +239,8 @@ class _RingCrossEntropy(torch.autograd.Function):
                 hidden=hidden,
                 targets=targets,
                 shard=shard,
-                lse=lse,
+                tops=tops,
+                shares=shares,
                 upstream=call.weighted(grad.float(), targets, token_weights),
                 needs_hidden=ctx.needs_input_grad[0],
                 needs_shard=ctx.needs_input_grad[2] or call.grad_sink is not None,

@@ -145,7 +145,9 @@ class Backward:
     hidden: Tensor
     targets: Tensor
     shard: Tensor
-    lse: Tensor
+    tops: Tensor
+    """Each token's maximum logit, and (`shares`) what exp(logit - maximum) counts: fp32 [N]."""
+    shares: Tensor
     upstream: Tensor
     needs_hidden: bool
     needs_shard: bool
@@ -159,20 +161,20 @@ class Backward:
             d_hidden = self.hidden.new_zeros(self.hidden.shape, dtype=dtype)
         if self.needs_shard:
             d_shard = self.shard.new_zeros(self.shard.shape, dtype=torch.float32)
-        tokens = (self.hidden, self.targets, self.lse, self.upstream)
+        tokens = (self.hidden, self.targets, self.tops, self.shares, self.upstream)
         for meeting in _meetings(plan, tokens, self.shard, d_hidden, d_shard):
             # A function, so that the strip is freed before the next one is made.
             self._add(meeting)
         return d_hidden, d_shard
 
     def _add(self, meeting: Meeting) -> None:
-        objective, (lse, upstream) = self.plan.objective, meeting.tokens[2:]
+        objective, (tops, shares, upstream) = self.plan.objective, meeting.tokens[2:]
         residual = strip_residual(
             meeting.x,
             meeting.w,
             meeting.columns,
-            lse,
-            *objective.scales(lse, upstream),
+            tops,
+            *objective.scales(shares, upstream),
             scale=objective.logit_scale,
             soft_cap=objective.soft_cap,
         )

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from flatpeak.workers.errors import InputError
+
 Bounds = tuple[int, int]
 
 
@@ -36,6 +38,12 @@ class Ring:
     """The ranks of `group` in a circle; without a group, one rank that never communicates."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
+        if group is not None and not isinstance(group, ProcessGroup):
+            # torch gives something else to ranks outside a new group. Nobody there to tell.
+            raise InputError(
+                f"group is of type {type(group).__name__}; it must be a process group that this"
+                " rank belongs to, or None for one rank alone"
+            )
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
