@@ -19,6 +19,8 @@ from ray.exceptions import ActorAlreadyExistsError, RayError
 
 from flatpeak.controller.cluster import NAMESPACE, check_cluster, connected
 from flatpeak.controller.controller import Controller
+from flatpeak.controller.dashboards.annotations import Annotator
+from flatpeak.controller.dashboards.grafana import Grafana, token_from_environment
 from flatpeak.controller.leftovers import remove_arenas
 from flatpeak.controller.metrics import serving_of
 from flatpeak.controller.report import write_report
@@ -66,6 +68,7 @@ def resolve(spec: Spec) -> Spec:
     check_cluster(resolved, parameters=sum(weight.numel() for weight in model.parameters()))
     samples_of(resolved, vocab_size=vocab_size)
     serving_of(resolved.metrics)
+    _marks(resolved)
     return resolved
 
 
@@ -80,17 +83,25 @@ def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
     # Marks what this launch makes in places that it shares with others.
     token = secrets.token_hex(4)
     with ExitStack() as after, StopSignals() as signals, RunFolder.create(spec) as folder:
-        follower = _Follower(folder, on_event)
+        marks = after.enter_context(_marks(spec))
+        follower = _Follower(folder, on_event, marks)
         after.callback(follower.write_report)  # when the folder says how the run ended
         try:
             _drive(spec, token, follower, signals)
         except FlatpeakError as error:
-            detail = {"reason": str(error)}
-            folder.record(RunEvent(kind="failed", time=time.time(), detail=detail))
+            failed = RunEvent(kind="failed", time=time.time(), detail={"reason": str(error)})
+            folder.record(failed)
+            marks(failed)
             raise
         finally:
             follower.write_peaks()
         return follower.summary(spec)
+
+
+def _marks(spec: Spec) -> Annotator:
+    """Raises InputError where Grafana is asked for, but no token is there."""
+    url = spec.metrics.grafana_url
+    return Annotator(None if url is None else Grafana(url, token_from_environment()), spec.run)
 
 
 def _drive(spec: Spec, token: str, follower: "_Follower", signals: StopSignals) -> None:
@@ -118,8 +129,10 @@ def _drive(spec: Spec, token: str, follower: "_Follower", signals: StopSignals) 
 class _Follower:
     """Writes down every event and keeps what the summary needs."""
 
-    def __init__(self, folder: RunFolder, on_event: Callable[[Event], None]) -> None:
-        self.folder, self._on_event = folder, on_event
+    def __init__(
+        self, folder: RunFolder, on_event: Callable[[Event], None], marks: Annotator
+    ) -> None:
+        self.folder, self._on_event, self._marks = folder, on_event, marks
         self._steps: list[StepRecord] = []
         self._kinds: set[str] = set()
         self._began = time.time()
@@ -136,6 +149,9 @@ class _Follower:
         else:
             self._kinds.add(event.kind)
         self._on_event(event)
+        self._marks(event)
+        if (text := self._marks.take_failure()) is not None:
+            self(RunEvent(kind="warning", time=time.time(), detail={"text": text}))
 
     def write_peaks(self) -> None:
         try:

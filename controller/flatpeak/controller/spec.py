@@ -254,6 +254,8 @@ class MetricsSpec(Section):
     """File with a bearer token that scrapers must send; null asks for none."""
     window_s: PositiveFloat = 60.0
     """How long a peak stays in the window metric: a few scrape intervals."""
+    grafana_url: str | None = None
+    """Grafana that gets marks of snapshots and failures; its token is taken from GRAFANA_TOKEN."""
 
 
 class Spec(Section):
