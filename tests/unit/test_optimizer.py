@@ -302,6 +302,30 @@ def test_an_update_cut_off_half_way_is_finished_by_a_replacement(tmp_path):
     assert all(map(torch.equal, undisturbed.state(), rig.state()))
 
 
+@pytest.mark.parametrize("done", [0, 1, None], ids=["nothing", "a bucket", "all"])
+def test_whatever_a_predecessor_did_of_a_step_is_finished_once(tmp_path, done):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    undisturbed = Rig(whole, actors=1).load(START)
+    undisturbed.step(1, gradients(1), clip=None)
+
+    rig = Rig(cut, actors=1).load(START)
+    rig.write(gradients(1), version=0)
+    for bucket in rig.buckets[:done]:
+        update_bucket(
+            rig.arenas[0], bucket.index, step=1, lr=1e-2, clip_factor=1.0, settings=SETTINGS
+        )
+    with Arena.attach(rig.arenas[0].path, run="r") as attached:
+        successor = OptimizerCore(attached, SETTINGS)
+        for _ in range(2):
+            successor.finish(1, lr=1e-2, clip_factor=1.0)
+        assert successor.step == 1
+        with pytest.raises(RunFailed, match="step 3 was asked of"):
+            successor.finish(3, lr=1e-2, clip_factor=1.0)
+    assert all(map(torch.equal, undisturbed.state(), rig.state()))
+
+
 def fifty_steps():
     """Microbatches of each step; "expert" has none in every fifth, step 7 is not finite, and in
     step 13 one element of the last bucket outweighs all others."""

@@ -135,6 +135,10 @@ def event_line(event: RunEvent) -> str | None:
             return f"resumes after step {detail['step']}, from {detail['snapshot']}"
         case "snapshot":
             return f"snapshot of step {detail['step']}"
+        case "optimizer_lost":
+            return f"after step {detail['step']}: {detail['reason']}"
+        case "optimizer_replaced":
+            return f"{detail['actor']} replaced in {detail['seconds']:.1f} s"
         case "warning":
             return f"warning: {detail['text']}"
         case "interrupted":

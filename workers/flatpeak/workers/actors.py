@@ -8,6 +8,7 @@ import faulthandler
 import logging
 import os
 import socket
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,7 +106,7 @@ class TrainWorker:
             store=store,
             rank=self._rank,
             world_size=cluster.workers,
-            timeout=timedelta(seconds=cluster.step_timeout_s),
+            timeout=timedelta(seconds=cluster.peer_timeout_s),
         )
 
     def build(self) -> tuple[Shard, ...]:
@@ -161,6 +162,7 @@ class OptimizerActor:
             slab_bytes=slab_bytes,
         )
         self._arena = arena  # known from here on, so that `close` finds it if the rest fails
+        arena.own()
         self._core = OptimizerCore(arena, adamw_of(spec))
         if snapshot is not None:
             with SnapshotReader(snapshot) as reader:
@@ -173,9 +175,17 @@ class OptimizerActor:
             self._core.commit_load(0)
         log.info("arena %s: %d buckets, %d bytes", arena.path, len(buckets), arena.nbytes)
 
+    def attach(self, path: str) -> None:
+        """Takes over the arena of a dead predecessor in the middle of whatever it did."""
+        self._arena = Arena.attach(path, run=self._spec.run)
+        self._arena.own(timeout_s=self._spec.cluster.start_timeout_s)
+        self._core = OptimizerCore(self._arena, adamw_of(self._spec))
+        versions = Counter(self._arena.version(bucket.index) for bucket in self._arena.buckets)
+        log.info("took over arena %s; buckets by step: %s", path, dict(versions))
+
     @property
     def core(self) -> OptimizerCore:
-        assert self._core is not None, "create() comes first"
+        assert self._core is not None, "create() or attach() comes first"
         return self._core
 
     def update_rate(self) -> float:
@@ -185,6 +195,11 @@ class OptimizerActor:
     def update(self, step: int, lr: float, clip_factor: float | None) -> None:
         """Returns when `step` is committed: also by the workers that update buckets themselves."""
         self.core.update(step, lr=lr, clip_factor=clip_factor)
+        self.core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
+
+    def finish(self, step: int, lr: float, clip_factor: float | None) -> None:
+        """`update` of the step that was asked of a dead predecessor, whatever it did of it."""
+        self.core.finish(step, lr=lr, clip_factor=clip_factor)
         self.core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
 
     def snapshot(self, folder: str, step: int) -> SnapshotPart:
