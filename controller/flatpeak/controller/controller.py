@@ -11,10 +11,15 @@ import os
 import threading
 import time
 from collections.abc import Container, Generator, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from flatpeak.controller.host_plan import (
+    check_host_bytes,
+    first_of_nodes,
+    plan_arenas,
+    planned_host_bytes,
+)
 from flatpeak.controller.leftovers import arena_name
 from flatpeak.controller.optimizer_team import OptimizerTeam, Update
 from flatpeak.controller.placement import (
@@ -35,18 +40,15 @@ from flatpeak.controller.resume import (
     snapshot_meta,
     snapshot_to_resume,
 )
-from flatpeak.controller.runs import Event, StepRecord, event
+from flatpeak.controller.runs import Event, event
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec
-from flatpeak.controller.step_results import check_budget, larger_shapes, largest_of
+from flatpeak.controller.step_results import check_budget, larger_shapes, step_record
 from flatpeak.controller.waiting import Interrupted, collect
 from flatpeak.workers.actors import log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
-from flatpeak.workers.data import sample_ids
-from flatpeak.workers.dispatch import worst_of
 from flatpeak.workers.errors import FlatpeakError, RunFailed
 from flatpeak.workers.optimizer import clipping_factor
-from flatpeak.workers.settings import dispatch_budget_of
 from flatpeak.workers.snapshot import (
     SnapshotReader,
     commit_manifest,
@@ -145,9 +147,14 @@ class Controller:
         regions = slab_regions(
             [slabs[worker.name] for worker in self._workers], self._workers, self._optimizers
         )
-        yield from self._fill_arenas(buckets, regions)
-        parameters = sum(bucket.size for bucket in buckets)
-        yield event("started", parameters=parameters, buckets=len(buckets), step=self._committed)
+        planned = yield from self._fill_arenas(buckets, regions)
+        yield event(
+            "started",
+            parameters=sum(bucket.size for bucket in buckets),
+            buckets=len(buckets),
+            planned_host_bytes=planned,
+            step=self._committed,
+        )
 
     def _divide_updates(
         self, buckets: tuple[Bucket, ...], device: str
@@ -180,7 +187,8 @@ class Controller:
 
     def _fill_arenas(
         self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]
-    ) -> Iterator[Event]:
+    ) -> Generator[Event, None, dict[str, int]]:
+        """Returns the bytes of host memory taken on each node."""
         self._on_device = any(bucket.updater is not None for bucket in buckets)
         self._sizes = parameter_sizes(held for bucket in buckets for held in bucket.ranges)
         snapshot = snapshot_to_resume(self.spec, self.folder)
@@ -190,20 +198,25 @@ class Controller:
                 self._committed = self._saved = reader.step
                 self._team.last = Update(reader.step, 0.0, None)
             yield event("resumed", snapshot=str(snapshot), step=self._committed)
+        actors, spare_frames = self._optimizers, self.spec.memory.optimizer.slots
+        arenas = plan_arenas(buckets, regions, actors=len(actors), spare_frames=spare_frames)
+        planned = planned_host_bytes(arenas, actors)
+        rooms = self._ask(first_of_nodes(actors), "looking at the host memory", "host_room")
+        check_host_bytes(planned, actors, rooms)
         refs = {}
-        for index, actor in enumerate(self._optimizers):
-            own = tuple(bucket for bucket in buckets if bucket.actor == index)
-            ends = [region.offset + region.nbytes for region in regions if region.actor == index]
-            path = self._arena_path(index)
-            refs[actor.name] = actor.handle.create.remote(path, own, max(ends, default=0), snapshot)
+        for index, (actor, arena) in enumerate(zip(actors, arenas, strict=True)):
+            refs[actor.name] = actor.handle.create.remote(
+                self._arena_path(index), arena.buckets, arena.slab_bytes, snapshot
+            )
             self._arenas = index + 1
         self._collect(refs, "filling the arenas", self.spec.cluster.start_timeout_s)
-        arenas = {index: self._arena_path(index) for index in range(len(self._optimizers))}
+        paths = {index: self._arena_path(index) for index in range(len(actors))}
         attach = {
-            worker.name: worker.handle.attach.remote(buckets, arenas, regions[rank])
+            worker.name: worker.handle.attach.remote(buckets, paths, regions[rank])
             for rank, worker in enumerate(self._workers)
         }
         self._collect(attach, "attaching to the arenas", self.spec.cluster.start_timeout_s)
+        return planned
 
     def _arena_path(self, index: int) -> str:
         name = arena_name(self.spec.run, self._token, index)
@@ -233,7 +246,7 @@ class Controller:
             check_budget(self._results, self.spec.memory.device_budget_bytes)
             rate = lr(step, train=self.spec.train)
             self._update(results[0], rate)
-            yield self._record(results, rate, time.perf_counter() - began)
+            yield step_record(self.spec, results, rate, time.perf_counter() - began)
             every = self.spec.snapshots.every_steps
             if every and step % every == 0:
                 self._begin_snapshot()
@@ -249,32 +262,6 @@ class Controller:
         workers = self._workers if self._on_device else []
         beside = {f"the update on {w.name}": w.handle.update.remote(*update) for w in workers}
         self._team.update(update, beside=beside)
-
-    def _record(self, results: list[StepResult], rate: float, seconds: float) -> StepRecord:
-        first = results[0]
-        ids = sample_ids(first.step - 1, self.spec.train.sequences_per_step)
-        return StepRecord(
-            step=first.step,
-            loss=first.loss,
-            grad_norm=first.grad_norm,
-            lr=rate,
-            tokens=first.tokens,
-            tokens_per_s=first.tokens / seconds,
-            step_seconds=seconds,
-            peak_bytes=largest_of([result.peaks for result in results]),
-            device_budget_bytes=self.spec.memory.device_budget_bytes,
-            dispatch=worst_of(result.dispatch for result in results).figures()
-            | {"budget_bytes": dispatch_budget_of(self.spec)},
-            optimizer={
-                "buckets": sum(result.refresh.buckets for result in results),
-                "overlapped_buckets": sum(r.refresh.overlapped_buckets for r in results),
-                "exposed_s": max(result.refresh.exposed_s for result in results),
-            },
-            boundaries=largest_of([asdict(result.boundaries) for result in results]),
-            skipped=not first.usable,
-            first_sample=ids[0],
-            last_sample=ids[-1],
-        )
 
     # Snapshots
 

@@ -1,10 +1,15 @@
 """What the results of all ranks come to."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from math import prod
 
-from flatpeak.controller.runs import TOTAL
+from flatpeak.controller.runs import TOTAL, StepRecord
+from flatpeak.controller.spec import Spec
+from flatpeak.workers.data import sample_ids
+from flatpeak.workers.dispatch import worst_of
 from flatpeak.workers.errors import DoesNotFit
+from flatpeak.workers.settings import dispatch_budget_of
 from flatpeak.workers.trainer import StepResult
 
 
@@ -23,7 +28,37 @@ def check_budget(results: Mapping[str, StepResult], budget: int | None) -> None:
             )
 
 
-def largest_of(ranks: list[dict[str, int]]) -> dict[str, int]:
+def step_record(
+    spec: Spec, results: Sequence[StepResult], rate: float, seconds: float
+) -> StepRecord:
+    """The line of a step at learning rate `rate` that took `seconds`, from all ranks' `results`."""
+    first = results[0]
+    ids = sample_ids(first.step - 1, spec.train.sequences_per_step)
+    return StepRecord(
+        step=first.step,
+        loss=first.loss,
+        grad_norm=first.grad_norm,
+        lr=rate,
+        tokens=first.tokens,
+        tokens_per_s=first.tokens / seconds,
+        step_seconds=seconds,
+        peak_bytes=_largest_of([result.peaks for result in results]),
+        device_budget_bytes=spec.memory.device_budget_bytes,
+        dispatch=worst_of(result.dispatch for result in results).figures()
+        | {"budget_bytes": dispatch_budget_of(spec)},
+        optimizer={
+            "buckets": sum(result.refresh.buckets for result in results),
+            "overlapped_buckets": sum(r.refresh.overlapped_buckets for r in results),
+            "exposed_s": max(result.refresh.exposed_s for result in results),
+        },
+        boundaries=_largest_of([asdict(result.boundaries) for result in results]),
+        skipped=not first.usable,
+        first_sample=ids[0],
+        last_sample=ids[-1],
+    )
+
+
+def _largest_of(ranks: list[dict[str, int]]) -> dict[str, int]:
     """The worst rank of every component or figure."""
     names = sorted({name for rank in ranks for name in rank})
     return {name: max(rank.get(name, 0) for rank in ranks) for name in names}

@@ -21,6 +21,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from flatpeak.workers.arena import Arena, sweep_stale
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.errors import ClusterError
+from flatpeak.workers.host_memory import Room, room
 from flatpeak.workers.optimizer import OptimizerCore
 from flatpeak.workers.settings import adamw_of
 from flatpeak.workers.snapshot import SnapshotPart, SnapshotReader, restore, write_snapshot_part
@@ -187,6 +188,10 @@ class OptimizerActor:
     def core(self) -> OptimizerCore:
         assert self._core is not None, "create() or attach() comes first"
         return self._core
+
+    def host_room(self) -> Room:
+        """What this node has left for arenas."""
+        return room(Path(self._spec.cluster.shm_dir))
 
     def update_rate(self) -> float:
         """Parameters a second, while all actors measure theirs."""

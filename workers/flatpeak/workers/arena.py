@@ -528,8 +528,6 @@ def _check_words(file: BinaryIO, path: Path, layout: _Layout) -> None:
 
 
 def _check_room(path: Path, run: str, nbytes: int) -> None:
-    if not path.parent.is_dir():
-        raise InputError(f"there is no folder {path.parent} for arenas; set cluster.shm_dir")
     left = room(path.parent)
     if nbytes > left.nbytes:
         raise _no_room(path, run, nbytes, left)
