@@ -519,6 +519,42 @@ def test_the_global_norm_is_the_same_on_all_ranks():
     assert run_ranks(2, _norm_of_rank) == [5.0, 5.0]
 
 
+class Scalar:
+    """Stands in for a tensor []: a value, and where it is."""
+
+    def __init__(self, value: float, device: torch.device) -> None:
+        self.value, self.device = value, device
+
+    def to(self, device, *, copy):
+        assert copy
+        return Scalar(self.value, device)
+
+    def item(self):
+        return self.value
+
+
+class Elsewhere:
+    """Stands in for torch.distributed with a group that takes tensors of its device alone."""
+
+    def is_initialized(self):
+        return True
+
+    def get_backend(self, group):
+        return "nccl"
+
+    def all_reduce(self, tensor, group):
+        assert tensor.device == torch.device("cuda", 1)
+        tensor.value *= 4  # three more ranks have as much
+
+
+def test_the_norm_of_gradients_on_the_host_is_summed_where_the_group_is(monkeypatch):
+    monkeypatch.setattr("flatpeak.workers.gradients.dist", Elsewhere())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    own = Scalar(9.0, torch.device("cpu"))
+    assert global_norm(own) == 6.0
+    assert own.value == 9.0
+
+
 # The stand-alone optimizer
 
 
