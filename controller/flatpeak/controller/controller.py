@@ -296,7 +296,9 @@ class Controller:
         Workers hold no state, so an interrupted run need not wait for the step they are in.
         """
         self._ending = True
-        yield from self._team.gather("the last update", _GRACE_S, self._team.updates)
+        # An actor may just have been replaced.
+        timeout = self.spec.cluster.start_timeout_s + _GRACE_S
+        yield from self._team.gather("the last update", timeout, self._team.updates)
         self._committed = self._team.last.step
         yield from self._commit_snapshot()
         if self.spec.snapshots.at_end and self._committed > self._saved:
