@@ -171,11 +171,16 @@ def test_a_successor_that_dies_is_replaced_too(dies_in):
 def test_one_that_dies_again_and_again_in_a_step_ends_the_run():
     world = World(*[(0, "update")] + DEATHS_IN_A_STEP * [(0, "finish")])
     world.team.update(UPDATE, beside={})
+    kinds = []
+    events = world.team.gather("step 8", 5.0, world.team.updates)
     with pytest.raises(RunFailed) as caught:
-        gather(world, world.team.updates)
+        kinds.extend(event.kind for event in events)
     assert str(caught.value) == (
         "optimizer 0 died 3 times after step 7, last optimizer 0 died: in finish"
     )
+    with pytest.raises(RunFailed):  # whoever keeps what can be kept finds it dead as well
+        next(world.team.gather("the last update", 5.0, world.team.updates))
+    assert kinds == 2 * ["optimizer_lost", "optimizer_replaced"] + ["optimizer_lost"]
     assert len(world.started) == 2 + DEATHS_IN_A_STEP - 1
 
 

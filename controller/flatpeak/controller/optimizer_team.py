@@ -103,9 +103,11 @@ class OptimizerTeam:
     def _replace(self, death: Died) -> Iterator[Event]:
         began = time.perf_counter()
         who, step = death.who, self.last.step
-        yield event("optimizer_lost", actor=who, step=step, reason=str(death.cause))
         self._deaths[who, step] += 1
-        if (deaths := self._deaths[who, step]) >= DEATHS_IN_A_STEP:
+        deaths = self._deaths[who, step]
+        if deaths <= DEATHS_IN_A_STEP:  # else it is the last one, found again at the run's end
+            yield event("optimizer_lost", actor=who, step=step, reason=str(death.cause))
+        if deaths >= DEATHS_IN_A_STEP:
             raise RunFailed(f"{who} died {deaths} times after step {step}, last {death.cause}")
         index = [actor.name for actor in self.actors].index(who)
         self._end(self.actors[index].handle)  # it may live, and only be out of reach
