@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flatpeak.controller.runs import RunEvent, StepRecord
+from flatpeak.controller.runs import RunEvent, StepRecord, event
 from flatpeak.controller.spec import MetricsSpec, Spec
 from flatpeak.workers.actors import at_this_node
 from flatpeak.workers.errors import ClusterError, SpecError
@@ -37,9 +37,9 @@ class RunMetrics(ProcessMetrics):
             pages = {"/health": self.health, "/targets": self.targets}
             self._server = MetricsServer(at_this_node(serving), self.registry, pages=pages)
         except ClusterError as error:
-            return _event("warning", text=f"{error}; the run goes on without")
+            return event("warning", text=f"{error}; the run goes on without")
         self.add_target("controller", self._server.address, self.labels)
-        return _event("metrics", address=self._server.address)
+        return event("metrics", address=self._server.address)
 
     def add_target(self, name: str, address: str, labels: dict[str, str]) -> None:
         """`labels` of the process; Prometheus gives them to what it says of the target itself."""
@@ -57,14 +57,14 @@ class RunMetrics(ProcessMetrics):
     def health(self) -> dict[str, Any]:
         return self.labels | {"processes": sorted(self._targets)}
 
-    def observe(self, event: StepRecord | RunEvent) -> None:
-        if isinstance(event, StepRecord):
-            self._observe_step(event)
+    def observe(self, happened: StepRecord | RunEvent) -> None:
+        if isinstance(happened, StepRecord):
+            self._observe_step(happened)
             return
-        self.add("events_total", 1, event.kind)
-        if event.kind == "snapshot":
-            self.set("snapshot_step", event.detail["step"])
-            self.set("snapshot_timestamp_seconds", event.time)
+        self.add("events_total", 1, happened.kind)
+        if happened.kind == "snapshot":
+            self.set("snapshot_step", happened.detail["step"])
+            self.set("snapshot_timestamp_seconds", happened.time)
 
     def _observe_step(self, record: StepRecord) -> None:
         self._recent.append(record.step_seconds)
@@ -109,7 +109,3 @@ def _token_in(path: str | None) -> str | None:
             f"metrics.token_file = {path} holds no token: one word of printable ASCII is wanted"
         )
     return token
-
-
-def _event(kind: str, **detail: Any) -> RunEvent:
-    return RunEvent(kind=kind, time=time.time(), detail=detail)

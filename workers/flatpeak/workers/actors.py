@@ -8,6 +8,7 @@ import faulthandler
 import logging
 import os
 import socket
+from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from flatpeak.workers.arena import Arena, sweep_stale
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.errors import ClusterError
+from flatpeak.workers.host_memory import Room, room
 from flatpeak.workers.metrics import (
     NODE,
     MetricsServer,
@@ -135,7 +137,7 @@ class TrainWorker(_Exporting):
             store=store,
             rank=self._rank,
             world_size=cluster.workers,
-            timeout=timedelta(seconds=cluster.step_timeout_s),
+            timeout=timedelta(seconds=cluster.peer_timeout_s),
         )
 
     def build(self) -> tuple[Shard, ...]:
@@ -193,6 +195,7 @@ class OptimizerActor(_Exporting):
             slab_bytes=slab_bytes,
         )
         self._arena = arena  # known from here on, so that `close` finds it if the rest fails
+        arena.own()
         self._core = OptimizerCore(arena, adamw_of(spec))
         if snapshot is not None:
             with SnapshotReader(snapshot) as reader:
@@ -205,10 +208,22 @@ class OptimizerActor(_Exporting):
             self._core.commit_load(0)
         log.info("arena %s: %d buckets, %d bytes", arena.path, len(buckets), arena.nbytes)
 
+    def attach(self, path: str) -> None:
+        """Takes over the arena of a dead predecessor in the middle of whatever it did."""
+        self._arena = Arena.attach(path, run=self._spec.run)
+        self._arena.own(timeout_s=self._spec.cluster.start_timeout_s)
+        self._core = OptimizerCore(self._arena, adamw_of(self._spec))
+        versions = Counter(self._arena.version(bucket.index) for bucket in self._arena.buckets)
+        log.info("took over arena %s; buckets by step: %s", path, dict(versions))
+
     @property
     def core(self) -> OptimizerCore:
-        assert self._core is not None, "create() comes first"
+        assert self._core is not None, "create() or attach() comes first"
         return self._core
+
+    def host_room(self) -> Room:
+        """What this node has left for arenas."""
+        return room(Path(self._spec.cluster.shm_dir))
 
     def update_rate(self) -> float:
         """Parameters a second, while all actors measure theirs."""
@@ -217,6 +232,12 @@ class OptimizerActor(_Exporting):
     def update(self, step: int, lr: float, clip_factor: float | None) -> None:
         """Returns when `step` is committed: also by the workers that update buckets themselves."""
         self.core.update(step, lr=lr, clip_factor=clip_factor)
+        self.core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
+        self._metrics.observe(self.core)
+
+    def finish(self, step: int, lr: float, clip_factor: float | None) -> None:
+        """`update` of the step that was asked of a dead predecessor, whatever it did of it."""
+        self.core.finish(step, lr=lr, clip_factor=clip_factor)
         self.core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
         self._metrics.observe(self.core)
 

@@ -108,7 +108,7 @@ class Trainer:
             expert=_degree(spec.parallel.expert),
             vocabulary=_degree(spec.parallel.vocabulary),
         )
-        timeout = timedelta(seconds=spec.cluster.step_timeout_s)
+        timeout = timedelta(seconds=spec.cluster.peer_timeout_s)
         self.sharded = shard_model(
             build_meta_model(config),
             groups=make_groups(layout, self.rank, timeout=timeout),
@@ -158,7 +158,7 @@ class Trainer:
         self._stream = GradientStream(own, mapped)
         self._device_update = self._make_device_update(own, mapped)
         self._refresh = WeightRefresh(
-            self.sharded, self._stream, timeout_s=self.spec.cluster.step_timeout_s
+            self.sharded, self._stream, timeout_s=self.spec.cluster.peer_timeout_s
         )
         region = mapped[slab.actor].slab()[slab.offset : slab.offset + slab.nbytes]
         self._offload = CheckpointOffload(region, host_budget=slab.nbytes)
@@ -207,7 +207,7 @@ class Trainer:
             if self._meter is not None:
                 self._meter.reset_peaks()
             self._refresh.begin(version=step - 1)
-            self._stream.begin_step(version=step - 1, timeout_s=self.spec.cluster.step_timeout_s)
+            self._stream.begin_step(version=step - 1, timeout_s=self.spec.cluster.peer_timeout_s)
             self.sharded.load.begin_step()
             self.sharded.dispatched.begin_step()
             (loss, nll), targets, tokens = self._forward_backward(step)
