@@ -51,6 +51,8 @@ _PAGE = 4096
 _FRAME_BITS = 24
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _POLL_S = (20e-6, 5e-3)
+# Fewer elements than torch splits over threads: a sum over a block does not depend on them.
+_SUM_BLOCK = 16384
 
 
 @dataclass(frozen=True)
@@ -272,6 +274,26 @@ class Arena:
         """The gradient region [size], fp32; it belongs to no version and survives a flip."""
         return self._view(self._layout.gradients[i], self._bucket[i].size, torch.float32)
 
+    def write_gradient(self, i: int, offset: int, values: Tensor, *, accumulate: bool) -> None:
+        """Store `values` [n, any float dtype and device] at [offset, offset + n) of the region, or
+        add them there in fp32."""
+        target = self.gradient(i)[offset : offset + values.numel()]
+        if accumulate:
+            target.add_(values.to(target.device))
+        else:
+            target.copy_(values)
+
+    def zero_gradient(self, i: int, start: int, stop: int) -> None:
+        self.gradient(i)[start:stop].zero_()
+
+    def square_gradient(self, i: int, start: int, stop: int) -> Tensor:
+        """Sum of squares [] (fp64) of elements [start, stop) of the region."""
+        blocks = self.gradient(i)[start:stop].split(_SUM_BLOCK)
+        return torch.stack([block.double().square_().sum() for block in blocks]).sum()
+
+    def settle(self) -> None:
+        """Gradients are in place when their calls return; those to a `RemoteArena` are not."""
+
     def slab(self) -> Tensor:
         """The boundaries' region [slab_bytes], uint8, page-aligned."""
         return self._view(self._layout.slab, self._layout.slab_bytes, torch.uint8)
@@ -301,6 +323,11 @@ class Arena:
     def version(self, i: int) -> int:
         """The step whose update the bucket holds; -1 until it is loaded."""
         return self._current(i)[0]
+
+    def count_before(self, version: int, *, rank: int) -> int:
+        """How many buckets of worker `rank` are not yet at `version`."""
+        own = (bucket.index for bucket in self.buckets if bucket.rank == rank)
+        return sum(self.version(i) < version for i in own)
 
     def updates(self, i: int) -> int:
         """How many updates made the bucket's current state: its version less skipped steps."""
