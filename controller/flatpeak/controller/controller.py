@@ -20,8 +20,10 @@ from flatpeak.controller.leftovers import arena_name
 from flatpeak.controller.placement import (
     Placed,
     actors_beside,
+    actors_of,
     pick_device,
     release,
+    remote_ranks,
     reserve_workers,
     slab_regions,
     start_optimizers,
@@ -136,12 +138,13 @@ class Controller:
         buckets = cut_buckets(
             [shard for worker in self._workers for shard in shards[worker.name]],
             bucket_parameters=spec.memory.optimizer.bucket_parameters,
-            actors_of_rank=lambda rank: actors_beside(self._workers[rank], self._optimizers),
+            actors_of_rank=lambda rank: actors_of(spec, self._workers[rank], self._optimizers),
         )
         buckets = yield from self._divide_updates(buckets, device)
         regions = slab_regions(
             [slabs[worker.name] for worker in self._workers], self._workers, self._optimizers
         )
+        self._ask(self._optimizers, "start of the optimizer actors", "sweep")
         yield from self._fill_arenas(buckets, regions)
         parameters = sum(bucket.size for bucket in buckets)
         yield event("started", parameters=parameters, buckets=len(buckets), step=self._committed)
@@ -153,7 +156,8 @@ class Controller:
         section = self.spec.memory.optimizer
         if section.update_on == "device":
             return assign_updates(buckets, range(len(buckets)))
-        if section.update_on == "host" or device == "cpu":
+        anywhere = self.spec.cluster.optimizer_placement == "anywhere"
+        if section.update_on == "host" or device == "cpu" or anywhere:
             return buckets
         # Decided here for all: in an arena each side has the frames of its buckets, and no other.
         found = self._ask(self._workers, "measuring the links", "update_rates")
@@ -194,12 +198,24 @@ class Controller:
             refs[actor.name] = actor.handle.create.remote(path, own, max(ends, default=0), snapshot)
             self._with_arena.append(actor)
         self._collect(refs, "filling the arenas", self.spec.cluster.start_timeout_s)
-        arenas = {index: self._arena_path(index) for index in range(len(self._optimizers))}
-        attach = {
-            worker.name: worker.handle.attach.remote(buckets, arenas, regions[rank])
-            for rank, worker in enumerate(self._workers)
-        }
-        self._collect(attach, "attaching to the arenas", self.spec.cluster.start_timeout_s)
+        self._attach_workers(buckets, regions)
+
+    def _attach_workers(self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]) -> None:
+        """Each maps the arenas of its node; it reaches its buckets on others over the network."""
+        timeout = self.spec.cluster.start_timeout_s
+        remote = remote_ranks(buckets, self._workers, self._optimizers)
+        serve = {actor: self._optimizers[actor] for actor in remote}
+        refs = {a.name: a.handle.serve.remote(remote[index]) for index, a in serve.items()}
+        addresses = self._collect(refs, "opening the arenas to other nodes", timeout)
+        attach = {}
+        for rank, worker in enumerate(self._workers):
+            beside = actors_beside(worker, self._optimizers)
+            arenas = {actor: self._arena_path(actor) for actor in beside}
+            servers = {a: addresses[serve[a].name] for a in serve if rank in remote[a]}
+            attach[worker.name] = worker.handle.attach.remote(
+                buckets, arenas, regions[rank], servers
+            )
+        self._collect(attach, "attaching to the arenas", timeout)
 
     def _arena_path(self, index: int) -> str:
         name = arena_name(self.spec.run, self._token, index)
@@ -275,6 +291,8 @@ class Controller:
                 "buckets": sum(result.refresh.buckets for result in results),
                 "overlapped_buckets": sum(r.refresh.overlapped_buckets for r in results),
                 "exposed_s": max(result.refresh.exposed_s for result in results),
+                "sent_bytes": sum(result.sent_bytes for result in results),
+                "received_bytes": sum(result.received_bytes for result in results),
             },
             boundaries=_largest_of([asdict(result.boundaries) for result in results]),
             skipped=not first.usable,

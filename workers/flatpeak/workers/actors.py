@@ -7,7 +7,6 @@ the world meets its peers.
 import faulthandler
 import logging
 import os
-import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,9 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from flatpeak.workers.arena import Arena, sweep_stale
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.errors import ClusterError
+from flatpeak.workers.host_memory import node_path
 from flatpeak.workers.optimizer import OptimizerCore
+from flatpeak.workers.remote import ArenaServer, RemoteArena, open_store
 from flatpeak.workers.settings import adamw_of
 from flatpeak.workers.snapshot import SnapshotPart, SnapshotReader, restore, write_snapshot_part
 from flatpeak.workers.trainer import SlabRegion, StepResult, Trainer
@@ -46,6 +47,16 @@ def log_to(folder: str, name: str) -> None:
     faulthandler.enable(stream)
 
 
+def _host(spec: "Spec") -> str:
+    """The address at which this node's processes listen."""
+    return "127.0.0.1" if spec.cluster.address == "local" else ray.util.get_node_ip_address()
+
+
+def _sweep(spec: "Spec") -> None:
+    for path in sweep_stale(node_path(spec.cluster.shm_dir)):
+        log.info("removed %s, which a dead run had left", path)
+
+
 class TrainWorker:
     """One rank: a `Trainer` and its place in the process group."""
 
@@ -53,8 +64,7 @@ class TrainWorker:
         log_to(logs, f"worker-{rank}")
         log.info("rank %d on %s, pid %d", rank, device, os.getpid())
         # Here, because no arena of this run is in the making yet, and this node has a worker.
-        for path in sweep_stale(spec.cluster.shm_dir):
-            log.info("removed %s, which a dead run had left", path)
+        _sweep(spec)
         torch.set_num_threads(spec.cluster.cpus_per_worker)
         self._spec, self._rank = spec, rank
         # Ray shows a worker its own GPU alone.
@@ -69,31 +79,20 @@ class TrainWorker:
 
     def open_rendezvous(self) -> tuple[str, int]:
         """Opens the store at which the ranks meet; rank 0 alone. Returns its address."""
-        cluster = self._spec.cluster
-        host = "127.0.0.1" if cluster.address == "local" else ray.util.get_node_ip_address()
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        cluster, host = self._spec.cluster, _host(self._spec)
         try:
-            listener.bind((host, cluster.rendezvous_port))
+            self._store = open_store(
+                host,
+                cluster.rendezvous_port,
+                world=cluster.workers,
+                timeout_s=cluster.start_timeout_s,
+            )
         except OSError as error:
             raise ClusterError(
                 f"cluster.rendezvous_port = {cluster.rendezvous_port} cannot be had on {host}: "
                 f"{error.strerror}; 0 takes any free port"
             ) from None
-        port = listener.getsockname()[1]
-        listener.listen()
-        # The store takes over the socket: it listens on this address alone, and no other process
-        # can take the port in between.
-        self._store = TCPStore(
-            host,
-            port,
-            cluster.workers,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=cluster.start_timeout_s),
-            master_listen_fd=listener.detach(),
-        )
-        return host, port
+        return host, self._store.port
 
     def join(self, host: str, port: int) -> None:
         cluster = self._spec.cluster
@@ -120,8 +119,28 @@ class TrainWorker:
         """Of this rank's device and link, while all ranks measure theirs."""
         return measure_device_rates(self._device)
 
-    def attach(self, buckets: tuple[Bucket, ...], arenas: dict[int, str], slab: SlabRegion) -> None:
-        self._trainer.attach(buckets, arenas, slab)
+    def attach(
+        self,
+        buckets: tuple[Bucket, ...],
+        arenas: dict[int, str],
+        slab: SlabRegion,
+        servers: dict[int, tuple[str, int]],
+    ) -> None:
+        """`arenas` are on this node; `servers` (actor to address) have buckets of this rank on
+        others."""
+        remote = {
+            actor: RemoteArena.connect(
+                address,
+                actor=actor,
+                rank=self._rank,
+                host=_host(self._spec),
+                timeout_s=self._spec.cluster.start_timeout_s,
+                pinned=self._device.type == "cuda",
+            )
+            for actor, address in servers.items()
+        }
+        paths = {actor: str(node_path(path)) for actor, path in arenas.items()}
+        self._trainer.attach(buckets, paths, slab, remote=remote)
 
     def step(self, step: int) -> StepResult:
         try:
@@ -147,6 +166,11 @@ class OptimizerActor:
         self._spec, self._index = spec, index
         self._arena: Arena | None = None
         self._core: OptimizerCore | None = None
+        self._server: ArenaServer | None = None
+
+    def sweep(self) -> None:
+        """Removes what dead runs left here, before any actor of this run makes its arena."""
+        _sweep(self._spec)
 
     def create(
         self, path: str, buckets: tuple[Bucket, ...], slab_bytes: int, snapshot: Path | None
@@ -154,7 +178,7 @@ class OptimizerActor:
         """Makes the arena at `path` and fills it from the snapshot or else afresh."""
         spec = self._spec
         arena = Arena.create(
-            path,
+            node_path(path),
             run=spec.run,
             buckets=buckets,
             spare_frames=spec.memory.optimizer.slots,
@@ -172,6 +196,15 @@ class OptimizerActor:
                     self._core.load(held, weights.read(held))
             self._core.commit_load(0)
         log.info("arena %s: %d buckets, %d bytes", arena.path, len(buckets), arena.nbytes)
+
+    def serve(self, ranks: list[int]) -> tuple[str, int]:
+        """Lets workers of other nodes reach the arena; returns the address for them."""
+        cluster = self._spec.cluster
+        self._server = ArenaServer(
+            self.core.arena, ranks, host=_host(self._spec), timeout_s=cluster.start_timeout_s
+        )
+        log.info("serving workers %s at %s:%d", ranks, *self._server.address)
+        return self._server.address
 
     @property
     def core(self) -> OptimizerCore:

@@ -157,7 +157,7 @@ class Link:
             if time.monotonic() - began >= timeout_s - 1e-3:
                 raise WaitTimeout(
                     f"{self.peer} did not answer within {timeout_s:g} s; if it lives, raise "
-                    "cluster.step_timeout_s (or cluster.start_timeout_s at the start)"
+                    "cluster.start_timeout_s"
                 ) from None
             raise ClusterError(f"the connection to {self.peer} is lost: {_reason(error)}") from None
 
