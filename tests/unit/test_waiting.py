@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from flatpeak.controller.waiting import Interrupted, collect
-from flatpeak.workers.errors import DoesNotFit, RunFailed, WaitTimeout
+from flatpeak.workers.errors import ConnectionLost, DoesNotFit, RunFailed, WaitTimeout
 
 
 class Script:
@@ -89,8 +89,9 @@ def test_a_death_names_the_process_what_is_known_of_it_and_the_cause():
     )
 
 
-def test_the_death_of_a_peer_explains_the_failure_that_came_first():
-    lost = raised(RuntimeError("Connection closed by peer"))
+@pytest.mark.parametrize("error", [RuntimeError, ConnectionLost])
+def test_the_death_of_a_peer_explains_the_failure_that_came_first(error):
+    lost = raised(error("Connection closed by peer"))
     script = Script(("worker 0", lost), ("worker 2", 12), ("worker 1", ActorDiedError()))
     with pytest.raises(RunFailed, match="worker 1 died"):
         ask(script, "worker 0", "worker 1", "worker 2")

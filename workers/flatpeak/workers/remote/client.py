@@ -19,7 +19,7 @@ class RemoteArena:
     """A `gradients.BucketHome` of an actor that shares no memory with this process.
 
     Any thread may call it; one call at a time about gradients, one about weights. All raise
-    `ClusterError` when the connection is lost, `WaitTimeout` when the actor does not answer.
+    `ConnectionLost` when the actor is gone, `WaitTimeout` when it does not answer.
     """
 
     def __init__(self, gradients: Link, weights: Link) -> None:
@@ -42,6 +42,7 @@ class RemoteArena:
         """Joins worker `rank` to actor `actor`, whose `ArenaServer` is at `address`.
 
         `host` is this node's address; `pinned` buffers let a CUDA device copy straight into them.
+        Raises `ClusterError` when nobody listens there.
         """
         peer = f"optimizer actor {actor} at {address[0]}"
         try:

@@ -21,7 +21,7 @@ from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from flatpeak.workers.errors import ClusterError, WaitTimeout
+from flatpeak.workers.errors import ConnectionLost, WaitTimeout
 from flatpeak.workers.remote.messages import HEADER, Header
 
 PAYLOAD_BYTES = 2**20
@@ -63,7 +63,7 @@ class Link:
     """One end; `side` is 0 for the worker and 1 for the actor. Returns when the other end is there.
 
     Listens on `host` alone. `peer` is the other end's name in messages. Methods are for one thread
-    at a time. They raise `ClusterError` when the peer is gone and `WaitTimeout` when it does not
+    at a time. They raise `ConnectionLost` when the peer is gone and `WaitTimeout` when it does not
     answer; the link is of no use after either.
     """
 
@@ -159,7 +159,9 @@ class Link:
                     f"{self.peer} did not answer within {timeout_s:g} s; if it lives, raise "
                     "cluster.start_timeout_s"
                 ) from None
-            raise ClusterError(f"the connection to {self.peer} is lost: {_reason(error)}") from None
+            raise ConnectionLost(
+                f"the connection to {self.peer} is lost: {_reason(error)}"
+            ) from None
 
 
 class _Slot:

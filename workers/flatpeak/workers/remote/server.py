@@ -10,12 +10,15 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from flatpeak.workers.arena import Arena
-from flatpeak.workers.errors import ClusterError, RunFailed, WaitTimeout
+from flatpeak.workers.errors import ConnectionLost, RunFailed, WaitTimeout
 from flatpeak.workers.remote.link import LINKS, PAYLOAD_BYTES, Link, open_store
 from flatpeak.workers.remote.messages import DTYPES, REFUSALS, Header, Kind
 
 # A worker is silent for as long as a step takes; when it dies, its connection ends at once.
 _SILENCE_S = 10 * 365 * 86400.0
+# Fewer elements than torch splits over threads: each thread that serves would have a team of its
+# own, beside the one that updates.
+_BLOCK = 16384
 
 log = logging.getLogger("flatpeak")
 
@@ -65,7 +68,7 @@ class ArenaServer:
             return
         try:
             _Service(arena, link).run()
-        except ClusterError as error:
+        except ConnectionLost as error:
             log.info("no more %s of worker %d: %s", name, rank, error)
         except Exception:
             log.exception("serving %s of worker %d", name, rank)
@@ -90,15 +93,16 @@ class _Service:
         }
 
     def run(self) -> None:
-        """Raises `ClusterError` when the worker has hung up."""
+        """Raises `ConnectionLost` when the worker has hung up."""
         while True:
             header, payload = self._link.receive(timeout_s=_SILENCE_S)
             self._handlers[header.kind](header, payload)
 
     def _write(self, header: Header, values: Tensor) -> None:
-        self._arena.write_gradient(
-            header.bucket, header.offset, values, accumulate=bool(header.detail)
-        )
+        offset, accumulate = header.offset, bool(header.detail)
+        for part in values.split(_BLOCK):
+            self._arena.write_gradient(header.bucket, offset, part, accumulate=accumulate)
+            offset += len(part)
 
     def _zero(self, header: Header, _: Tensor) -> None:
         self._arena.zero_gradient(header.bucket, header.offset, header.offset + header.size)
@@ -135,7 +139,10 @@ class _Service:
         for start in range(header.offset, stop, step):
             place = self._link.room(dtype, min(step, stop - start))
             try:
-                self._arena.read_weights(header.bucket, header.version, start, place)
+                for at, part in enumerate(place.split(_BLOCK)):
+                    self._arena.read_weights(
+                        header.bucket, header.version, start + at * _BLOCK, part
+                    )
             except RunFailed as error:
                 self._refuse(error)
                 return
