@@ -1,6 +1,7 @@
 """A run on two Ray nodes that share no arena folder: one has the workers, the other an actor."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,3 +77,20 @@ def test_losses_are_those_of_a_run_in_shared_memory(tmp_path, nodes, wanted, opt
     figures = [step["optimizer"] for step in ended.steps()]
     assert all(step["sent_bytes"] > step["received_bytes"] > 0 for step in figures)
     assert all(step["boundaries"]["offloaded_bytes"] > 0 for step in ended.steps())
+
+
+def test_an_actor_that_is_killed_ends_the_run_and_leaves_nothing_on_its_node(tmp_path, nodes):
+    address, folders = nodes
+    spec = job(tmp_path, address)
+    long = spec.model_copy(update={"train": spec.train.model_copy(update={"steps": 5000})})
+    with driving(long, tmp_path) as driver:
+        driver.wait_for(step=2)
+        driver.kill_actor("optimizer-0")
+        ended = driver.end()
+        assert driver.left() == []
+    print(f"ended in {ended.seconds:.1f} s: {ended.err}")
+    assert ended.code == 4
+    # Its worker hears of it first, if no update is under way.
+    first = r"worker 0: the connection to optimizer actor 0 at .* is lost: "
+    assert re.search(rf"flatpeak: ({first}|step \d+: optimizer 0 died )", ended.err)
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]
