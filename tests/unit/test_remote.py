@@ -18,10 +18,10 @@ from flatpeak.workers.errors import ClusterError, WaitTimeout
 from flatpeak.workers.gradients import GradientStream
 from flatpeak.workers.optimizer import AdamW, OptimizerCore
 from flatpeak.workers.remote import STAGING_BYTES, ArenaServer, RemoteArena
-from flatpeak.workers.remote.link import PAYLOAD_BYTES
+from flatpeak.workers.remote.link import BULK_BYTES
 
 HERE = "127.0.0.1"
-LARGE = PAYLOAD_BYTES // 4 + 77  # takes two messages in fp32 and one in bf16
+LARGE = BULK_BYTES // 4 + 77  # takes two messages in fp32 and one in bf16
 SHARDS = [
     Shard(Range("large", 0, LARGE), 0, "float32", True),
     Shard(Range("low", 3, 3 + LARGE), 0, "bfloat16", True),

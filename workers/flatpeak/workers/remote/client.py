@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from flatpeak.workers.errors import ClusterError
-from flatpeak.workers.remote.link import LINKS, PAYLOAD_BYTES, Link
+from flatpeak.workers.remote.link import BULK_BYTES, LINKS, Link, listening_device
 from flatpeak.workers.remote.messages import DTYPES, REFUSALS, Header, Kind
 
 
@@ -49,12 +49,13 @@ class RemoteArena:
             store = TCPStore(*address, timeout=timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise ClusterError(f"worker {rank} cannot reach {peer}: {error}") from None
+        device = listening_device(host)
         gradients, weights = (
             Link(
                 store,
                 f"worker-{rank}/{name}",
                 0,
-                host=host,
+                device=device,
                 peer=peer,
                 timeout_s=timeout_s,
                 pinned=pinned,
@@ -111,7 +112,7 @@ class RemoteArena:
         dtype = values.dtype if values.dtype == torch.bfloat16 else torch.float32
         number, detail = DTYPES.index(dtype), int(accumulate)
         with self._unanswered() as link:
-            for part in values.split(PAYLOAD_BYTES // dtype.itemsize):
+            for part in values.split(BULK_BYTES // dtype.itemsize):
                 link.room(dtype, part.numel()).copy_(part)
                 link.send(Header(Kind.WRITE, i, offset, part.numel(), number, detail))
                 offset += part.numel()

@@ -24,10 +24,10 @@ from torch.distributed import (
 from flatpeak.workers.errors import ConnectionLost, WaitTimeout
 from flatpeak.workers.remote.messages import HEADER, Header
 
-PAYLOAD_BYTES = 2**20
-# Buffers for what carries gradients or weights, and for what asks for it or answers it.
-BULK, REPLIES = 4, 2
-STAGING_BYTES = 2 * (BULK + REPLIES) * (HEADER.size + PAYLOAD_BYTES)
+# Most that a message carries: of gradients or weights, and the other way.
+BULK_BYTES, SMALL_BYTES = 2**20, 2**16
+_BULK, _SMALL = (4, BULK_BYTES), (2, SMALL_BYTES)  # buffers, and bytes of each
+STAGING_BYTES = 2 * sum(count * (HEADER.size + nbytes) for count, nbytes in (_BULK, _SMALL))
 
 LINKS = ("gradients", "weights")
 """On the first the worker sends much, on the second the actor."""
@@ -59,12 +59,17 @@ def open_store(host: str, port: int = 0, *, world: int | None = None, timeout_s:
     )
 
 
+def listening_device(host: str) -> Any:
+    """What the links of a process share: a socket that listens on `host` alone, and a thread."""
+    return ProcessGroupGloo.create_device(hostname=host)
+
+
 class Link:
     """One end; `side` is 0 for the worker and 1 for the actor. Returns when the other end is there.
 
-    Listens on `host` alone. `peer` is the other end's name in messages. Methods are for one thread
-    at a time. They raise `ConnectionLost` when the peer is gone and `WaitTimeout` when it does not
-    answer; the link is of no use after either.
+    `peer` is the other end's name in messages. Methods are for one thread at a time. They raise
+    `ConnectionLost` when the peer is gone and `WaitTimeout` when it does not answer; the link is of
+    no use after either.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class Link:
         name: str,
         side: int,
         *,
-        host: str,
+        device: Any,
         peer: str,
         timeout_s: float,
         pinned: bool = False,
@@ -82,23 +87,23 @@ class Link:
         self._other, self.timeout_s = 1 - side, timeout_s
         # The stubs lack the options, which alone can choose the address to listen on.
         options: Any = cast(Any, ProcessGroupGloo)._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        options._devices = [device]
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 1  # those run collectives, of which there is none
         self._group: Any = self._within(
             timeout_s, lambda: ProcessGroupGloo(PrefixStore(name, store), side, 2, options)
         )
         bulk_sender = LINKS.index(name.rpartition("/")[2])
-        sending, receiving = (BULK, REPLIES) if side == bulk_sender else (REPLIES, BULK)
-        self._outgoing = [_Slot(pinned) for _ in range(sending)]
-        self._incoming = [_Slot(pinned) for _ in range(receiving)]
+        sending, receiving = (_BULK, _SMALL) if side == bulk_sender else (_SMALL, _BULK)
+        self._outgoing = _slots(*sending, pinned=pinned)
+        self._incoming = _slots(*receiving, pinned=pinned)
         self._held: _Slot | None = None
         for slot in self._incoming:
             self._post(slot)
 
     def room(self, dtype: torch.dtype, count: int) -> Tensor:
-        """Where to put the payload of the next `send`: [count] of `dtype`, at most
-        `PAYLOAD_BYTES`."""
+        """Where to put the payload of the next `send`: [count] of `dtype`, at most `BULK_BYTES` or
+        `SMALL_BYTES`, by the direction."""
         slot = self._outgoing[0]
         self._finish(slot, self.timeout_s)
         return slot.payload(dtype, count)
@@ -167,15 +172,19 @@ class Link:
 class _Slot:
     """A buffer for one message, and the transfer that uses it."""
 
-    def __init__(self, pinned: bool) -> None:
-        self.data = torch.empty(HEADER.size + PAYLOAD_BYTES, dtype=torch.uint8, pin_memory=pinned)
+    def __init__(self, nbytes: int, *, pinned: bool) -> None:
+        self.data = torch.empty(HEADER.size + nbytes, dtype=torch.uint8, pin_memory=pinned)
         self.header = self.data.numpy().data
         self.work: Any = None
 
     def payload(self, dtype: torch.dtype, count: int) -> Tensor:
-        nbytes = count * dtype.itemsize
-        assert nbytes <= PAYLOAD_BYTES, f"{nbytes} bytes in a buffer of {PAYLOAD_BYTES}"
-        return self.data[HEADER.size : HEADER.size + nbytes].view(dtype)
+        stop = HEADER.size + count * dtype.itemsize
+        assert stop <= len(self.data), f"{count} elements of {dtype} in {len(self.data)} bytes"
+        return self.data[HEADER.size : stop].view(dtype)
+
+
+def _slots(count: int, nbytes: int, *, pinned: bool) -> list[_Slot]:
+    return [_Slot(nbytes, pinned=pinned) for _ in range(count)]
 
 
 def _reason(error: RuntimeError) -> str:

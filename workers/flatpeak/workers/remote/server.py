@@ -11,7 +11,14 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.errors import ConnectionLost, RunFailed, WaitTimeout
-from flatpeak.workers.remote.link import LINKS, PAYLOAD_BYTES, Link, open_store
+from flatpeak.workers.remote.link import (
+    BULK_BYTES,
+    LINKS,
+    SMALL_BYTES,
+    Link,
+    listening_device,
+    open_store,
+)
 from flatpeak.workers.remote.messages import DTYPES, REFUSALS, Header, Kind
 
 # A worker is silent for as long as a step takes; when it dies, its connection ends at once.
@@ -32,10 +39,11 @@ class ArenaServer:
     def __init__(self, arena: Arena, ranks: Sequence[int], *, host: str, timeout_s: float) -> None:
         self._store = open_store(host, timeout_s=timeout_s)
         self.address = (host, self._store.port)
+        self._device, self._timeout_s = listening_device(host), timeout_s
         self._threads = [
             threading.Thread(
                 target=self._serve,
-                args=(arena, rank, name, host, timeout_s),
+                args=(arena, rank, name),
                 name=f"worker {rank}, {name}",
                 daemon=True,
             )
@@ -52,16 +60,16 @@ class ArenaServer:
         if living := [thread.name for thread in self._threads if thread.is_alive()]:
             raise WaitTimeout(f"still connected after {timeout_s:g} s: {'; '.join(living)}")
 
-    def _serve(self, arena: Arena, rank: int, name: str, host: str, timeout_s: float) -> None:
+    def _serve(self, arena: Arena, rank: int, name: str) -> None:
         try:
             link = Link(
                 # Of its own: a store that waits for a peer lets no other thread use it.
-                TCPStore(*self.address, timeout=timedelta(seconds=timeout_s)),
+                TCPStore(*self.address, timeout=timedelta(seconds=self._timeout_s)),
                 f"worker-{rank}/{name}",
                 1,
-                host=host,
+                device=self._device,
                 peer=f"worker {rank}",
-                timeout_s=timeout_s,
+                timeout_s=self._timeout_s,
             )
         except RunFailed:
             log.exception("worker %d did not connect", rank)
@@ -116,7 +124,7 @@ class _Service:
         if not squares:
             self._link.send(Header(Kind.DONE))
             return
-        for part in torch.stack(squares).split(PAYLOAD_BYTES // 8):
+        for part in torch.stack(squares).split(SMALL_BYTES // 8):
             self._done(part)
 
     def _count_before(self, header: Header, _: Tensor) -> None:
@@ -135,7 +143,7 @@ class _Service:
 
     def _read(self, header: Header, _: Tensor) -> None:
         dtype = self._arena.weights(header.bucket).dtype
-        step, stop = PAYLOAD_BYTES // dtype.itemsize, header.offset + header.size
+        step, stop = BULK_BYTES // dtype.itemsize, header.offset + header.size
         for start in range(header.offset, stop, step):
             place = self._link.room(dtype, min(step, stop - start))
             try:
@@ -154,7 +162,8 @@ class _Service:
         self._link.send(Header(Kind.DONE, size=len(values), dtype=dtype))
 
     def _refuse(self, error: RunFailed) -> None:
-        text = torch.frombuffer(bytearray(str(error), "utf-8"), dtype=torch.uint8)
+        encoded = bytearray(str(error), "utf-8")[:SMALL_BYTES]
+        text = torch.frombuffer(encoded, dtype=torch.uint8)
         self._link.room(torch.uint8, len(text)).copy_(text)
         place = next(n for n, kind in enumerate(REFUSALS) if isinstance(error, kind))
         dtype = DTYPES.index(torch.uint8)
