@@ -120,6 +120,24 @@ def test_bytes_are_counted_and_bf16_travels_as_bf16(tmp_path):
         assert remote.received_bytes - before[1] == 2 * 900 + 2 * 64
 
 
+def test_places_that_follow_each_other_are_read_at_once(tmp_path):
+    shards = [Shard(Range("p", 0, 4 * LARGE), 0, "bfloat16", True)]
+    _, arenas = make(tmp_path, shards, bucket_parameters=4 * LARGE)
+    arenas[0].weights(0).copy_(torch.arange(4 * LARGE) % 256)
+    with served(arenas[0]) as [remote]:
+        before = remote.sent_bytes, remote.received_bytes
+        places = [(7, 2 * LARGE), (7 + 2 * LARGE, LARGE), (3, 0), (3, 4)]
+        outs = [(start, torch.full((size,), -1.0)) for start, size in places]
+        remote.read_places(0, 0, outs)
+        assert remote.sent_bytes - before[0] == 2 * 64
+        values = sum(size for _, size in places)
+        assert remote.received_bytes - before[1] == 2 * values + 64 * (
+            1 + -(-6 * LARGE // BULK_BYTES)
+        )
+    for (start, size), (_, out) in zip(places, outs, strict=True):
+        assert torch.equal(out, (torch.arange(start, start + size) % 256).float())
+
+
 def test_more_than_the_buffers_hold_arrives_and_memory_stays_what_was_planned(tmp_path):
     size = STAGING_BYTES // 2
     shards = [Shard(Range("p", 0, size), 0, "float32", True)]

@@ -1,7 +1,7 @@
 """A worker's side of an arena on another node."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Self
@@ -90,13 +90,16 @@ class RemoteArena:
 
     def read_weights(self, i: int, version: int, offset: int, out: Tensor) -> None:
         """As `Arena.read_weights`."""
-        header = Header(Kind.READ, i, offset, out.numel(), version=version)
-        done = 0
-        with self._weights.asking(header) as answers:
-            while done < out.numel():
-                got, values = next(answers)
-                out[done : done + got.size].copy_(values)
-                done += got.size
+        self.read_places(i, version, [(offset, out)])
+
+    def read_places(self, i: int, version: int, places: Sequence[tuple[int, Tensor]]) -> None:
+        """`read_weights` of several (offset, out); those that follow each other are asked for at
+        once."""
+        for offset, outs in _runs(places):
+            size = sum(out.numel() for out in outs)
+            header = Header(Kind.READ, i, offset, size, version=version)
+            with self._weights.asking(header) as answers:
+                _fill(outs, (values for _, values in answers))
 
     # Gradients
 
@@ -177,3 +180,28 @@ class _Line:
                 raise REFUSALS[header.detail](text)
             assert header.kind == Kind.DONE, f"{self.link.peer} answered {header}"
             yield header, payload
+
+
+def _runs(places: Iterable[tuple[int, Tensor]]) -> list[tuple[int, list[Tensor]]]:
+    """Places that follow each other in their bucket, put together: (offset, outs)."""
+    runs: list[tuple[int, list[Tensor]]] = []
+    end = -1
+    for offset, out in places:
+        if offset != end:
+            runs.append((offset, []))
+        runs[-1][1].append(out)
+        end = offset + out.numel()
+    return runs
+
+
+def _fill(outs: Iterable[Tensor], pieces: Iterator[Tensor]) -> None:
+    """Copies as many pieces, one after the other, as fill `outs`."""
+    piece = torch.empty(0)
+    for out in outs:
+        done = 0
+        while done < out.numel():
+            if not len(piece):
+                piece = next(pieces)
+            size = min(len(piece), out.numel() - done)
+            out[done : done + size].copy_(piece[:size])
+            piece, done = piece[size:], done + size
