@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.buckets import Bucket, Range
-from flatpeak.workers.device_update import DeviceUpdate, Slots, Synchronous, Target
+from flatpeak.workers.device_update import DeviceUpdate, Slots, Target
 from flatpeak.workers.errors import RunFailed
 from flatpeak.workers.optimizer import AdamW, OptimizerCore
+from flatpeak.workers.streams import Synchronous
 
 CPU = torch.device("cpu")
 SETTINGS = AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)

@@ -24,7 +24,7 @@ from flatpeak.workers.batches import Microbatch, SampleSource, read_step
 from flatpeak.workers.boundaries import BoundaryStats, CheckpointOffload, slab_bytes
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.checkpoint import build_meta_model, load_config
-from flatpeak.workers.device_update import DeviceUpdate, Slots, Target, streams_of
+from flatpeak.workers.device_update import DeviceUpdate, Slots, Target
 from flatpeak.workers.dispatch import DispatchReport
 from flatpeak.workers.gradients import GradientStream, global_norm
 from flatpeak.workers.memory import PeakMeter
@@ -33,6 +33,7 @@ from flatpeak.workers.parallel import Layout, make_groups
 from flatpeak.workers.refresh import RefreshReport, WeightRefresh
 from flatpeak.workers.routers import auxiliary_coefficient, watch_routers
 from flatpeak.workers.settings import adamw_of, dispatch_of, samples_of, tokens_of
+from flatpeak.workers.streams import streams_of
 from flatpeak.workers.tied_head import TiedGradient
 
 if TYPE_CHECKING:
