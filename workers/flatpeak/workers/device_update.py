@@ -99,6 +99,7 @@ class DeviceUpdate:
         self.targets = targets or {}
         self._slots, self._streams = slots, streams
         self._flying: deque[_Flight] = deque()
+        self._in_place: dict[int, int] = {}
         self._thread: Thread | None = None
         self._error: BaseException | None = None
 
@@ -124,6 +125,8 @@ class DeviceUpdate:
                     f"version {held}: a step is applied once and none is left out"
                 )
             if factor is None:
+                if self.in_place(bucket.index, held):
+                    self._in_place[bucket.index] = step
                 arena.advance(bucket.index, step)
                 continue
             if not self._slots.free:
@@ -131,6 +134,11 @@ class DeviceUpdate:
             self._launch(bucket, lr, factor, after)
         while self._flying:
             self._land(step)
+
+    def in_place(self, bucket: int, version: int) -> bool:
+        """Whether the model holds all weights of `version` of the bucket with this index, because
+        this object put them there. To be asked when the bucket has that version."""
+        return self._in_place.get(bucket) == version
 
     def start(self, step: int, *, lr: float, clip_factor: float | None) -> None:
         """`update` in a thread beside the caller, after what the current stream has to do so far.
@@ -189,6 +197,9 @@ class DeviceUpdate:
     def _land(self, step: int) -> None:
         flight = self._flying.popleft()
         self._streams.finish(flight.landed)
+        # Before the version moves on: who waits for it asks then.
+        if all(held.name in self.targets for held in flight.bucket.ranges):
+            self._in_place[flight.bucket.index] = step
         self._arena[flight.bucket.index].commit_update(flight.bucket.index, step)
         self._slots.free.append(flight.slot)
 
