@@ -31,6 +31,8 @@ class Overlap:
     overlapped_buckets: int
     """The median of those that were not yet updated when the first layer had its weights."""
     exposed_s: list[float]
+    first_s: list[float]
+    """Of them, those before the first module had its weights."""
     serial_s: list[float]
     """Where the forward pass waits for the whole update."""
     same_losses: bool
@@ -61,6 +63,7 @@ def simulate(*, layers: int = 24, update_s: float = 1.0, steps: int = 3) -> Over
         buckets=reports[0].buckets,
         overlapped_buckets=int(statistics.median(r.overlapped_buckets for r in reports)),
         exposed_s=exposed,
+        first_s=[report.first_s for report in reports],
         serial_s=waited,
         same_losses=alone.losses == beside.losses,
     )
