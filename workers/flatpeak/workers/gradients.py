@@ -9,15 +9,17 @@ applies, as for an expert that got no token. Never does a step see another step'
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate as running_sum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flatpeak.workers.buckets import Bucket, BucketIndex, Piece
+from flatpeak.workers.streams import Streams, Synchronous
 
 
 def clipping_factor(norm: float, max_norm: float | None) -> float | None:
@@ -46,7 +48,16 @@ class BucketHome(Protocol):
 
     def wait_version(self, i: int, version: int, *, timeout_s: float) -> None: ...
 
-    def read_weights(self, i: int, version: int, offset: int, out: Tensor) -> None: ...
+    def copying(
+        self, i: int, version: int, places: Sequence[tuple[int, Tensor]]
+    ) -> Callable[[], None]:
+        """What copies elements [offset, offset + n) of the weights of `version` to each target [n],
+        to be done at once."""
+        ...
+
+    def check_version(self, i: int, version: int) -> None:
+        """Raises `ClusterError` when what `copying` copied since may be of another version."""
+        ...
 
     def count_before(self, version: int, *, rank: int) -> int: ...
 
@@ -187,14 +198,57 @@ class GradientStream:
         self._required = None
         return unwritten
 
-    def fetch(self, name: str, start: int, out: Tensor, *, version: int, timeout_s: float) -> None:
-        """Copy the weights of `version` of elements [start, start + n) into `out` [n], once there.
+    def deliveries(self, wanted: Iterable[tuple[str, int, Tensor]]) -> tuple["Delivery", ...]:
+        """How weights get to where they are wanted, a bucket each, in order of need.
 
-        Any dtype and device of `out`. Raises `WaitTimeout`, and `ClusterError` when the arena has
-        gone past `version`.
+        Each of `wanted` is (name, start, out [n]): elements [start, start + n) go to `out`, of any
+        dtype and device.
         """
-        for piece in self._index.pieces(name, start, start + out.numel()):
-            index, arena = piece.bucket.index, self._home[piece.bucket.index]
-            arena.wait_version(index, version, timeout_s=timeout_s)
-            target = out[piece.start - start : piece.stop - start]
-            arena.read_weights(index, version, piece.offset, target)
+        places: dict[int, list[tuple[int, Tensor]]] = {}
+        for name, start, out in wanted:
+            for piece in self._index.pieces(name, start, start + out.numel()):
+                target = out[piece.start - start : piece.stop - start]
+                places.setdefault(piece.bucket.index, []).append((piece.offset, target))
+        return tuple(Delivery(index, tuple(places[index])) for index in sorted(places))
+
+    def deliver(
+        self,
+        deliveries: Sequence["Delivery"],
+        *,
+        version: int,
+        timeout_s: float,
+        streams: Streams | None = None,
+        after: Sequence[Any] = (),
+        in_place: Callable[[int, int], bool] = lambda bucket, version: False,
+    ) -> None:
+        """Copy the weights of `version` to their places; returns when all of them are there.
+
+        Waits for one bucket after the other, each at most `timeout_s`, and lets the copies of one
+        run, on a lane of `streams` and after the marks `after`, while it waits for the next. A
+        bucket whose index and version are `in_place` is waited for and not copied. Raises
+        `WaitTimeout`, and `ClusterError` when an arena has gone past `version`.
+        """
+        streams, mark, copied = streams or Synchronous(), None, []
+        for delivery in deliveries:
+            home = self._home[delivery.bucket]
+            home.wait_version(delivery.bucket, version, timeout_s=timeout_s)
+            if not in_place(delivery.bucket, version):
+                copy = home.copying(delivery.bucket, version, delivery.places)
+                mark = streams.issue("weights", copy, after=after)
+                copied.append((home, delivery.bucket))
+        if copied:
+            streams.finish(mark)  # a lane keeps the order: all others have ended before
+        for home, bucket in copied:
+            home.check_version(bucket, version)
+
+    def fetch(self, name: str, start: int, out: Tensor, *, version: int, timeout_s: float) -> None:
+        """`deliver` elements [start, start + n) of `name` to `out` [n], once."""
+        self.deliver(self.deliveries([(name, start, out)]), version=version, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What goes where of a bucket's weights: elements [offset, offset + n) to each target [n]."""
+
+    bucket: int
+    places: tuple[tuple[int, Tensor], ...]

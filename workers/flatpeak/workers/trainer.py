@@ -26,7 +26,7 @@ from flatpeak.workers.batches import Microbatch, SampleSource, read_step
 from flatpeak.workers.boundaries import BoundaryStats, CheckpointOffload, slab_bytes
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.checkpoint import build_meta_model, load_config
-from flatpeak.workers.device_update import DeviceUpdate, Slots, Target, streams_of
+from flatpeak.workers.device_update import DeviceUpdate, Slots, Target
 from flatpeak.workers.dispatch import DispatchReport
 from flatpeak.workers.gradients import GradientStream, global_norm
 from flatpeak.workers.host_memory import node_path
@@ -37,6 +37,7 @@ from flatpeak.workers.refresh import RefreshReport, WeightRefresh
 from flatpeak.workers.remote import RemoteArena
 from flatpeak.workers.routers import auxiliary_coefficient, watch_routers
 from flatpeak.workers.settings import adamw_of, dispatch_of, samples_of, tokens_of
+from flatpeak.workers.streams import streams_of
 from flatpeak.workers.tied_head import TiedGradient
 
 if TYPE_CHECKING:
@@ -177,8 +178,9 @@ class Trainer:
         self._remote = remote
         self._stream = GradientStream(own, mapped | dict(remote))
         self._device_update = self._make_device_update(own, mapped)
+        beside = {} if self._device_update is None else {"in_place": self._device_update.in_place}
         self._refresh = WeightRefresh(
-            self.sharded, self._stream, timeout_s=self.spec.cluster.step_timeout_s
+            self.sharded, self._stream, timeout_s=self.spec.cluster.step_timeout_s, **beside
         )
         region = boundaries.slab()[slab.offset : slab.offset + slab.nbytes]
         self._offload = CheckpointOffload(region, host_budget=slab.nbytes)

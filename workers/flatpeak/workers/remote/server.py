@@ -147,10 +147,10 @@ class _Service:
         for start in range(header.offset, stop, step):
             place = self._link.room(dtype, min(step, stop - start))
             try:
+                weights = self._arena.weights_of(header.bucket, header.version)
                 for at, part in enumerate(place.split(_BLOCK)):
-                    self._arena.read_weights(
-                        header.bucket, header.version, start + at * _BLOCK, part
-                    )
+                    part.copy_(weights[start + at * _BLOCK :][: len(part)])
+                self._arena.check_version(header.bucket, header.version)
             except RunFailed as error:
                 self._refuse(error)
                 return
