@@ -236,7 +236,7 @@ class OptimizerSpec(Section):
     slots: Count = 2
     """Spare frames, and buckets on the device at once (18 B a parameter); more overlaps more."""
     update_on: Literal["host", "device", "auto"] = "host"
-    """AdamW in the optimizer actors, on the workers' devices (they share memory), or auto: both."""
+    """AdamW in the optimizer actors, on the workers' devices, or both; host for actors anywhere."""
 
 
 class MemorySpec(Section):

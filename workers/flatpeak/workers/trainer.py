@@ -99,6 +99,7 @@ class Trainer:
         self._accumulate, self._final = False, True
         self._reduced: Tensor | None = None
         self._device_update: DeviceUpdate | None = None
+        self._slab: Arena  # kept: with the last reference its registration ends
         self._remote: Mapping[int, RemoteArena] = {}
         self._tied: dict[int, TiedGradient] = {}
         self._meter = PeakMeter(device=device) if spec.metrics.peaks else None
@@ -175,7 +176,7 @@ class Trainer:
         if self.device.type == "cuda":
             for arena in {*mapped.values(), boundaries}:
                 arena.register()
-        self._remote = remote
+        self._slab, self._remote = boundaries, remote
         self._stream = GradientStream(own, mapped | dict(remote))
         self._device_update = self._make_device_update(own, mapped)
         beside = {} if self._device_update is None else {"in_place": self._device_update.in_place}
