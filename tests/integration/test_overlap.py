@@ -98,7 +98,7 @@ def _never_updated(rank: int, spec: Spec, folder: str) -> str:
 def test_weights_that_never_come_are_waited_for_no_longer_than_a_step_may_take(tmp_path: Path):
     spec = tiny_spec(
         tiny_content("qwen3_moe", vocab_size=257),
-        cluster={"workers": 1, "step_timeout_s": 1},
+        cluster={"workers": 1, "step_timeout_s": 0.5, "start_timeout_s": 0.5},
         parallel={"sequence": 1, "expert": 1, "vocabulary": 1},
     )
     (message,) = run_ranks(1, _never_updated, spec, str(tmp_path))

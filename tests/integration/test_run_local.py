@@ -36,6 +36,10 @@ def test_a_run_equals_training_without_ray_and_leaves_its_folder_and_nothing_els
         snapshots={"every_steps": 2, "keep": 2},
     )
     with driving(job, tmp_path) as driver:
+        planned = driver.wait_for(kind="started")["detail"]["planned_host_bytes"]
+        arenas = [path.stat() for path in Path(job.cluster.shm_dir).iterdir()]
+        assert len(arenas) == 2
+        assert sum(file.st_size for file in arenas) == sum(planned.values())
         driver.wait_for(step=1)
         assert status(job, tmp_path)["state"] == "running"
         ended = driver.end()

@@ -349,6 +349,42 @@ def test_contents_survive_kill_9_also_in_the_middle_of_an_update(path):
     assert not path.exists()
 
 
+def test_an_arena_has_one_actor_at_a_time_and_the_next_waits_for_its_end(path):
+    process = child(
+        """
+        import time
+        from flatpeak.workers.arena import Arena
+        from flatpeak.workers.buckets import Bucket, Range
+        bucket = Bucket(0, 0, 0, (Range("p", 0, 10),), "bfloat16", True, "adamw")
+        arena = Arena.create(sys.argv[1], run="r", buckets=[bucket], spare_frames=1)
+        arena.own()
+        print("ready", flush=True)
+        time.sleep(60)
+        """,
+        path,
+    )
+    with Arena.attach(path, run="r") as successor, Arena.attach(path, run="r") as worker:
+        worker.wait_version(0, -1, timeout_s=0.0)  # who only looks need not own it
+        with pytest.raises(WaitTimeout, match=r"another process still updates .* after 0 s"):
+            successor.own()
+        killer = threading.Timer(0.1, process.kill)
+        killer.start()
+        successor.own(timeout_s=10)
+        killer.join()
+        with pytest.raises(WaitTimeout):
+            worker.own()
+    kill(process)
+    with Arena.attach(path, run="r") as last:
+        last.own()
+
+
+def test_workers_keep_the_arena_of_a_dead_actor_from_the_sweep(arena, path):
+    with Arena.attach(path, run="r"):
+        arena.close()
+        assert sweep_stale(path.parent) == []
+    assert sweep_stale(path.parent) == [path]
+
+
 def test_the_sweep_takes_what_a_dead_maker_left_and_nothing_foreign(tmp_path):
     stump = tmp_path / "a.arena.123.making"
     foreign = [tmp_path / "b.arena", tmp_path / "c.bin", tmp_path / "d.making"]

@@ -409,8 +409,23 @@ def test_a_peak_is_shown_in_a_unit_that_suits_it(peak, budget, text):
         ),
         (
             "started",
-            {"parameters": 17680, "buckets": 8, "step": 0},
-            "started with 17,680 parameters in 8 buckets",
+            {
+                "parameters": 17680,
+                "buckets": 8,
+                "planned_host_bytes": {"7f": 2**20, "80": 3 * 2**19},
+                "step": 0,
+            },
+            "started with 17,680 parameters in 8 buckets, 1.5 MiB of host memory a node",
+        ),
+        (
+            "optimizer_lost",
+            {"actor": "optimizer 1", "step": 7, "reason": "step 8: optimizer 1 died"},
+            "step 8: optimizer 1 died",
+        ),
+        (
+            "optimizer_replaced",
+            {"actor": "optimizer 1", "step": 7, "seconds": 8.93},
+            "optimizer 1 replaced in 8.9 s",
         ),
         (
             "resumed",

@@ -302,6 +302,30 @@ def test_an_update_cut_off_half_way_is_finished_by_a_replacement(tmp_path):
     assert all(map(torch.equal, undisturbed.state(), rig.state()))
 
 
+@pytest.mark.parametrize("done", [0, 1, None], ids=["nothing", "a bucket", "all"])
+def test_whatever_a_predecessor_did_of_a_step_is_finished_once(tmp_path, done):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    undisturbed = Rig(whole, actors=1).load(START)
+    undisturbed.step(1, gradients(1), clip=None)
+
+    rig = Rig(cut, actors=1).load(START)
+    rig.write(gradients(1), version=0)
+    for bucket in rig.buckets[:done]:
+        update_bucket(
+            rig.arenas[0], bucket.index, step=1, lr=1e-2, clip_factor=1.0, settings=SETTINGS
+        )
+    with Arena.attach(rig.arenas[0].path, run="r") as attached:
+        successor = OptimizerCore(attached, SETTINGS)
+        for _ in range(2):
+            successor.finish(1, lr=1e-2, clip_factor=1.0)
+        assert successor.step == 1
+        with pytest.raises(RunFailed, match="step 3 was asked of"):
+            successor.finish(3, lr=1e-2, clip_factor=1.0)
+    assert all(map(torch.equal, undisturbed.state(), rig.state()))
+
+
 def fifty_steps():
     """Microbatches of each step; "expert" has none in every fifth, step 7 is not finite, and in
     step 13 one element of the last bucket outweighs all others."""
@@ -493,6 +517,42 @@ def _norm_of_rank(rank):
 
 def test_the_global_norm_is_the_same_on_all_ranks():
     assert run_ranks(2, _norm_of_rank) == [5.0, 5.0]
+
+
+class Scalar:
+    """Stands in for a tensor []: a value, and where it is."""
+
+    def __init__(self, value: float, device: torch.device) -> None:
+        self.value, self.device = value, device
+
+    def to(self, device, *, copy):
+        assert copy
+        return Scalar(self.value, device)
+
+    def item(self):
+        return self.value
+
+
+class Elsewhere:
+    """Stands in for torch.distributed with a group that takes tensors of its device alone."""
+
+    def is_initialized(self):
+        return True
+
+    def get_backend(self, group):
+        return "nccl"
+
+    def all_reduce(self, tensor, group):
+        assert tensor.device == torch.device("cuda", 1)
+        tensor.value *= 4  # three more ranks have as much
+
+
+def test_the_norm_of_gradients_on_the_host_is_summed_where_the_group_is(monkeypatch):
+    monkeypatch.setattr("flatpeak.workers.gradients.dist", Elsewhere())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    own = Scalar(9.0, torch.device("cpu"))
+    assert global_norm(own) == 6.0
+    assert own.value == 9.0
 
 
 # The stand-alone optimizer

@@ -5,9 +5,9 @@ import time
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
-from flatpeak.controller.waiting import Interrupted, collect
+from flatpeak.controller.waiting import Died, Interrupted, collect
 from flatpeak.workers.errors import ConnectionLost, DoesNotFit, RunFailed, WaitTimeout
 
 
@@ -87,6 +87,22 @@ def test_a_death_names_the_process_what_is_known_of_it_and_the_cause():
         "step 7: worker 1 died (worker 1 was at step 6; pid 4711, ip 10.0.0.7): "
         "The actor is dead because its worker process has died."
     )
+
+
+@pytest.mark.parametrize("death", [Death(), OutOfMemoryError("it took too much")])
+def test_the_death_of_one_who_can_be_replaced_comes_with_what_the_others_answered(death):
+    script = Script(("worker 0", 10), ("optimizer 1", death))
+    with pytest.raises(Died) as caught:
+        ask(script, "worker 0", "worker 1", "optimizer 1", mortal=["optimizer 0", "optimizer 1"])
+    assert (caught.value.who, caught.value.answers) == ("optimizer 1", {"worker 0": 10})
+    assert isinstance(caught.value.cause, RunFailed)
+    assert str(caught.value.cause).startswith("step 7: optimizer 1 died")
+
+
+def test_an_error_of_one_who_can_be_replaced_is_a_failure():
+    script = Script(("optimizer 1", raised(RunFailed("step 9 was asked"))))
+    with pytest.raises(RunFailed, match="optimizer 1: step 9 was asked"):
+        ask(script, "optimizer 1", mortal=["optimizer 1"])
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ConnectionLost])

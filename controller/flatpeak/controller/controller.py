@@ -3,20 +3,25 @@
 A step: every worker runs forward and backward and leaves its gradients in the arenas; the one
 global norm gives the clipping factor; the optimizer actors update their buckets while the workers
 already begin the next step and wait there for the weights they need. The step is committed when the
-last bucket has its new version.
+last bucket has its new version. An optimizer actor that dies is replaced on the way.
 """
 
 import logging
 import os
 import threading
 import time
-from collections.abc import Generator, Iterator
-from dataclasses import asdict
-from math import prod
+from collections.abc import Container, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from flatpeak.controller.host_plan import (
+    check_host_bytes,
+    first_of_nodes,
+    plan_arenas,
+    planned_host_bytes,
+)
 from flatpeak.controller.leftovers import arena_name
+from flatpeak.controller.optimizer_team import OptimizerTeam, Update
 from flatpeak.controller.placement import (
     Placed,
     actors_beside,
@@ -26,6 +31,7 @@ from flatpeak.controller.placement import (
     remote_ranks,
     reserve_workers,
     slab_regions,
+    start_optimizer,
     start_optimizers,
     start_workers,
     sweep_nodes,
@@ -36,17 +42,15 @@ from flatpeak.controller.resume import (
     snapshot_meta,
     snapshot_to_resume,
 )
-from flatpeak.controller.runs import TOTAL, Event, RunEvent, StepRecord
+from flatpeak.controller.runs import Event, event
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec
+from flatpeak.controller.step_results import check_budget, larger_shapes, step_record
 from flatpeak.controller.waiting import Interrupted, collect
 from flatpeak.workers.actors import log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
-from flatpeak.workers.data import sample_ids
-from flatpeak.workers.dispatch import worst_of
-from flatpeak.workers.errors import DoesNotFit, RunFailed
+from flatpeak.workers.errors import FlatpeakError, RunFailed
 from flatpeak.workers.optimizer import clipping_factor
-from flatpeak.workers.settings import dispatch_budget_of
 from flatpeak.workers.snapshot import (
     SnapshotReader,
     commit_manifest,
@@ -60,10 +64,6 @@ _GRACE_S = 60.0
 _CLOSE_S = 5.0
 
 log = logging.getLogger("flatpeak")
-
-
-def event(kind: str, **detail: Any) -> RunEvent:
-    return RunEvent(kind=kind, time=time.time(), detail=detail)
 
 
 class Controller:
@@ -81,14 +81,19 @@ class Controller:
         self._group: Any = None
         self._workers: list[Placed] = []
         self._optimizers: list[Placed] = []
-        self._with_arena: list[Placed] = []
-        self._updates: dict[str, Any] = {}
-        self._updating = 0  # the step that `_updates` apply
+        self._arenas = 0  # of the first so many optimizer actors
+        self._team = OptimizerTeam(
+            self._optimizers,
+            successor=self._start_successor,
+            arena_path=self._arena_path,
+            collect=self._collect,
+            start_timeout_s=spec.cluster.start_timeout_s,
+        )
         self._committed = 0
         self._saved = 0
         self._sizes: dict[str, int] = {}
         self._on_device = False  # whether workers update buckets
-        self._snapshot: tuple[int, dict[str, Any]] | None = None
+        self._ending = False
         self._results: dict[str, StepResult] = {}
 
     def stop(self) -> None:
@@ -145,9 +150,14 @@ class Controller:
             [slabs[worker.name] for worker in self._workers], self._workers, self._optimizers
         )
         self._ask(self._optimizers, "start of the optimizer actors", "sweep")
-        yield from self._fill_arenas(buckets, regions)
-        parameters = sum(bucket.size for bucket in buckets)
-        yield event("started", parameters=parameters, buckets=len(buckets), step=self._committed)
+        planned = yield from self._fill_arenas(buckets, regions)
+        yield event(
+            "started",
+            parameters=sum(bucket.size for bucket in buckets),
+            buckets=len(buckets),
+            planned_host_bytes=planned,
+            step=self._committed,
+        )
 
     def _divide_updates(
         self, buckets: tuple[Bucket, ...], device: str
@@ -181,24 +191,31 @@ class Controller:
 
     def _fill_arenas(
         self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]
-    ) -> Iterator[Event]:
+    ) -> Generator[Event, None, dict[str, int]]:
+        """Returns the bytes of host memory taken on each node."""
         self._on_device = any(bucket.updater is not None for bucket in buckets)
         self._sizes = parameter_sizes(held for bucket in buckets for held in bucket.ranges)
         snapshot = snapshot_to_resume(self.spec, self.folder)
         if snapshot is not None:
             with SnapshotReader(snapshot) as reader:
                 check_parameters(reader, self._sizes)
-                self._committed = self._updating = self._saved = reader.step
+                self._committed = self._saved = reader.step
+                self._team.last = Update(reader.step, 0.0, None)
             yield event("resumed", snapshot=str(snapshot), step=self._committed)
+        actors, spare_frames = self._optimizers, self.spec.memory.optimizer.slots
+        arenas = plan_arenas(buckets, regions, actors=len(actors), spare_frames=spare_frames)
+        planned = planned_host_bytes(arenas, actors)
+        rooms = self._ask(first_of_nodes(actors), "looking at the host memory", "host_room")
+        check_host_bytes(planned, actors, rooms)
         refs = {}
-        for index, actor in enumerate(self._optimizers):
-            own = tuple(bucket for bucket in buckets if bucket.actor == index)
-            ends = [region.offset + region.nbytes for region in regions if region.actor == index]
-            path = self._arena_path(index)
-            refs[actor.name] = actor.handle.create.remote(path, own, max(ends, default=0), snapshot)
-            self._with_arena.append(actor)
+        for index, (actor, arena) in enumerate(zip(actors, arenas, strict=True)):
+            refs[actor.name] = actor.handle.create.remote(
+                self._arena_path(index), arena.buckets, arena.slab_bytes, snapshot
+            )
+            self._arenas = index + 1
         self._collect(refs, "filling the arenas", self.spec.cluster.start_timeout_s)
         self._attach_workers(buckets, regions)
+        return planned
 
     def _attach_workers(self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]) -> None:
         """Each maps the arenas of its node; it reaches its buckets on others over the network."""
@@ -221,6 +238,10 @@ class Controller:
         name = arena_name(self.spec.run, self._token, index)
         return str(Path(self.spec.cluster.shm_dir) / name)
 
+    def _start_successor(self, index: int) -> Placed:
+        node, logs = self._optimizers[index].node, str(self.folder / "logs")
+        return start_optimizer(self.spec, index, node, logs=logs, token=self._token)
+
     # Train
 
     def _train(self) -> Iterator[Event]:
@@ -229,91 +250,53 @@ class Controller:
             began = time.perf_counter()
             refs = {w.name: w.handle.step.remote(step) for w in self._workers}
             # The optimizer actors are watched too: without them the workers wait in vain.
-            answers = self._collect(
-                refs | self._updates, f"step {step}", self.spec.cluster.step_timeout_s
+            answers = yield from self._team.gather(
+                f"step {step}", self.spec.cluster.step_timeout_s, refs, self._team.updates
             )
-            self._committed = self._updating
+            self._committed = self._team.last.step
             yield from self._commit_snapshot()
             self._results = {worker.name: answers[worker.name] for worker in self._workers}
             results = list(self._results.values())
             for result in results:
-                largest = _larger_shapes(largest, result.largest)
-            self._check_budget()
+                largest = larger_shapes(largest, result.largest)
+            check_budget(self._results, self.spec.memory.device_budget_bytes)
             rate = lr(step, train=self.spec.train)
-            self._updates, self._updating = self._update(results[0], rate), step
-            yield self._record(results, rate, time.perf_counter() - began)
+            self._update(results[0], rate)
+            yield step_record(self.spec, results, rate, time.perf_counter() - began)
             every = self.spec.snapshots.every_steps
             if every and step % every == 0:
-                self._begin_snapshot(step)
+                self._begin_snapshot()
         if largest:
             yield event("largest_tensors", shapes=largest)
 
-    def _check_budget(self) -> None:
-        budget = self.spec.memory.device_budget_bytes
-        for who, result in self._results.items():
-            if budget is not None and result.peaks.get(TOTAL, 0) > budget:
-                parts = {name: held for name, held in result.peaks.items() if name != TOTAL}
-                worst = max(parts, key=lambda name: parts[name])
-                raise DoesNotFit(
-                    f"{who} reached {result.peaks[TOTAL]:,} bytes in step {result.step}, above "
-                    f"memory.device_budget_bytes = {budget:,}; its largest part is {worst} with "
-                    f"{parts[worst]:,}. Lower memory.dispatch.budget_bytes or "
-                    "memory.vocabulary.token_tile, use more microbatches or workers, or raise the "
-                    "budget"
-                )
-
-    def _update(self, result: StepResult, rate: float) -> dict[str, Any]:
+    def _update(self, result: StepResult, rate: float) -> None:
         factor = None
         if result.usable:
             factor = clipping_factor(result.grad_norm, self.spec.train.max_grad_norm)
+        update = Update(result.step, rate, factor)
         # In this order: the actors' answer says that the workers' updates are done as well.
         workers = self._workers if self._on_device else []
-        asked = [(f"the update on {worker.name}", worker) for worker in workers]
-        asked += [(actor.name, actor) for actor in self._optimizers]
-        return {who: at.handle.update.remote(result.step, rate, factor) for who, at in asked}
-
-    def _record(self, results: list[StepResult], rate: float, seconds: float) -> StepRecord:
-        first = results[0]
-        ids = sample_ids(first.step - 1, self.spec.train.sequences_per_step)
-        return StepRecord(
-            step=first.step,
-            loss=first.loss,
-            grad_norm=first.grad_norm,
-            lr=rate,
-            tokens=first.tokens,
-            tokens_per_s=first.tokens / seconds,
-            step_seconds=seconds,
-            peak_bytes=_largest_of([result.peaks for result in results]),
-            device_budget_bytes=self.spec.memory.device_budget_bytes,
-            dispatch=worst_of(result.dispatch for result in results).figures()
-            | {"budget_bytes": dispatch_budget_of(self.spec)},
-            optimizer={
-                "buckets": sum(result.refresh.buckets for result in results),
-                "overlapped_buckets": sum(r.refresh.overlapped_buckets for r in results),
-                "exposed_s": max(result.refresh.exposed_s for result in results),
-                "sent_bytes": sum(result.sent_bytes for result in results),
-                "received_bytes": sum(result.received_bytes for result in results),
-            },
-            boundaries=_largest_of([asdict(result.boundaries) for result in results]),
-            skipped=not first.usable,
-            first_sample=ids[0],
-            last_sample=ids[-1],
-        )
+        beside = {f"the update on {w.name}": w.handle.update.remote(*update) for w in workers}
+        self._team.update(update, beside=beside)
 
     # Snapshots
 
-    def _begin_snapshot(self, step: int) -> None:
-        # An actor runs its calls in order: after the update of `step`, before the next one.
-        folder = str(snapshot_folder(self.folder, step))
-        refs = {a.name: a.handle.snapshot.remote(folder, step) for a in self._optimizers}
-        self._snapshot = (step, refs)
+    def _begin_snapshot(self) -> None:
+        self._team.snapshot(str(snapshot_folder(self.folder, self._team.last.step)))
 
     def _commit_snapshot(self) -> Iterator[Event]:
-        if self._snapshot is None:
+        """Waits for the snapshot under way, if there is one, which is of the committed step."""
+        if not self._team.parts:
             return
-        (step, refs), self._snapshot = self._snapshot, None
-        timeout = self.spec.cluster.step_timeout_s
-        parts = collect(refs, what=f"snapshot of step {step}", timeout_s=timeout)
+        step, timeout = self._committed, self.spec.cluster.step_timeout_s
+        try:
+            parts = yield from self._team.gather(
+                f"snapshot of step {step}", timeout, self._team.parts
+            )
+        except FlatpeakError:
+            self._team.parts = {}  # not to be waited for again at the end
+            raise
+        self._team.parts = {}
         folder = snapshot_folder(self.folder, step)
         meta = snapshot_meta(self.spec, self._sizes)
         commit_manifest(folder, step=step, parts=list(parts.values()), meta=meta)
@@ -328,11 +311,14 @@ class Controller:
 
         Workers hold no state, so an interrupted run need not wait for the step they are in.
         """
-        collect(self._updates, what="the last update", timeout_s=_GRACE_S)
-        self._committed = self._updating
+        self._ending = True
+        # An actor may just have been replaced.
+        timeout = self.spec.cluster.start_timeout_s + _GRACE_S
+        yield from self._team.gather("the last update", timeout, self._team.updates)
+        self._committed = self._team.last.step
         yield from self._commit_snapshot()
         if self.spec.snapshots.at_end and self._committed > self._saved:
-            self._begin_snapshot(self._committed)
+            self._begin_snapshot()
             yield from self._commit_snapshot()
 
     def _keep_what_can_be(self) -> Iterator[Event]:
@@ -344,7 +330,8 @@ class Controller:
 
     def _teardown(self) -> None:
         """Ends what was started, however far the start came."""
-        closing = {actor.name: actor.handle.close.remote() for actor in self._with_arena}
+        with_arena = self._optimizers[: self._arenas]
+        closing = {actor.name: actor.handle.close.remote() for actor in with_arena}
         try:
             collect(closing, what="closing the arenas", timeout_s=_CLOSE_S)
             closed = True
@@ -353,7 +340,7 @@ class Controller:
             closed = False
         release(self._group, [placed.handle for placed in self._workers + self._optimizers])
         if not closed and self.spec.cluster.address != "local":  # there the driver sees to it
-            nodes = sorted({actor.node for actor in self._with_arena})
+            nodes = sorted({actor.node for actor in with_arena})
             sweep_nodes(self.spec, nodes, self._token)
 
     # Waiting
@@ -362,13 +349,22 @@ class Controller:
         refs = {placed.name: getattr(placed.handle, method).remote(*args) for placed in actors}
         return self._collect(refs, what, self.spec.cluster.start_timeout_s)
 
-    def _collect(self, refs: dict[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
+    def _collect(
+        self,
+        refs: Mapping[str, Any],
+        what: str,
+        timeout_s: float,
+        *,
+        mortal: Container[str] = (),
+    ) -> dict[str, Any]:
         return collect(
             refs,
             what=what,
             timeout_s=timeout_s,
-            interrupted=self._stop.is_set,
+            # At the end there is nothing left to stop but keeping what is committed.
+            interrupted=lambda: self._stop.is_set() and not self._ending,
             last_seen=self._last_seen,
+            mortal=mortal,
         )
 
     def _look_for_stop(self) -> None:
@@ -382,16 +378,3 @@ class Controller:
             return f"the last committed step is {self._committed}"
         peaks = ", ".join(f"{name} {nbytes:,}" for name, nbytes in result.peaks.items())
         return f"it had finished step {result.step} with peaks in bytes: {peaks or 'not measured'}"
-
-
-def _largest_of(ranks: list[dict[str, int]]) -> dict[str, int]:
-    """The worst rank of every component or figure."""
-    names = sorted({name for rank in ranks for name in rank})
-    return {name: max(rank.get(name, 0) for rank in ranks) for name in names}
-
-
-def _larger_shapes(
-    one: dict[str, tuple[int, ...]], other: dict[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
-    """Of every component the shape with more elements."""
-    return {name: max(one.get(name, (0,)), other.get(name, (0,)), key=prod) for name in one | other}

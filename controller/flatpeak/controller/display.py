@@ -130,11 +130,19 @@ def event_line(event: RunEvent) -> str | None:
             return f"{_count(detail['workers'], 'worker')} ({detail['device']}) on {nodes}"
         case "started":
             buckets = _count(detail["buckets"], "bucket")
-            return f"started with {detail['parameters']:,} parameters in {buckets}"
+            host = memory(max(detail["planned_host_bytes"].values()), None)
+            return (
+                f"started with {detail['parameters']:,} parameters in {buckets}, "
+                f"{host} of host memory a node"
+            )
         case "resumed":
             return f"resumes after step {detail['step']}, from {detail['snapshot']}"
         case "snapshot":
             return f"snapshot of step {detail['step']}"
+        case "optimizer_lost":
+            return detail["reason"]
+        case "optimizer_replaced":
+            return f"{detail['actor']} replaced in {detail['seconds']:.1f} s"
         case "warning":
             return f"warning: {detail['text']}"
         case "interrupted":

@@ -126,18 +126,26 @@ def start_optimizers(
     busy = Counter(worker.node for worker in workers)
     place = homes_anywhere if spec.cluster.optimizer_placement == "anywhere" else homes_beside
     homes = place(spec.cluster, busy, cores)
-    actor = ray.remote(OptimizerActor)
     for index, node in enumerate(homes):
-        handle = actor.options(
+        yield start_optimizer(spec, index, node, logs=logs, token=token)
+
+
+def start_optimizer(spec: Spec, index: int, node: str, *, logs: str, token: str) -> Placed:
+    """The optimizer actor `index`, also in the place of one that is dead."""
+    handle = (
+        ray.remote(OptimizerActor)
+        .options(
             name=f"flatpeak-{spec.run}-{token}-optimizer-{index}",
             num_cpus=spec.cluster.cpus_per_optimizer,
             num_gpus=0,
-            max_restarts=0,
+            max_restarts=0,  # a successor is told what to attach to and to finish
             max_task_retries=0,  # an update is not idempotent
             runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}},
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        ).remote(spec, index, logs)
-        yield Placed(f"optimizer {index}", handle, node)
+        )
+        .remote(spec, index, logs)
+    )
+    return Placed(f"optimizer {index}", handle, node)
 
 
 def homes_beside(

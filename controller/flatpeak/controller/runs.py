@@ -85,6 +85,11 @@ class RunEvent:
 Event = StepRecord | RunEvent
 
 
+def event(kind: str, **detail: Any) -> RunEvent:
+    """What happens now."""
+    return RunEvent(kind=kind, time=time.time(), detail=detail)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     """What a finished run came to."""

@@ -183,6 +183,11 @@ class ClusterSpec(Section):
     step_timeout_s: PositiveFloat = 1800.0
     """Longest wait for one step; raise it above the slowest step you expect."""
 
+    @property
+    def peer_timeout_s(self) -> float:
+        """Longest wait of a worker for others within a step: an optimizer actor may be replaced."""
+        return self.step_timeout_s + self.start_timeout_s
+
 
 class ParallelSpec(Section):
     sequence: Count | Auto = "auto"

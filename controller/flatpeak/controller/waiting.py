@@ -2,21 +2,36 @@
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from flatpeak.workers.errors import ConnectionLost, FlatpeakError, RunFailed, WaitTimeout
 
 _POLL_S = 0.25
 _CAUSE_S = 2.0
 _COLOURS = re.compile(r"\x1b\[\d*m")
+_DEATHS = (RayActorError, OutOfMemoryError)
 
 
 class Interrupted(Exception):
     """Somebody asked the run to stop while it waited."""
+
+
+class Died(Exception):
+    """`who` died, as `cause` tells; the others had given `answers` until then."""
+
+    def __init__(self, who: str, cause: FlatpeakError, answers: dict[str, Any]) -> None:
+        super().__init__(who, cause, answers)
+        self.who, self.cause, self.answers = who, cause, answers
 
 
 class Answers(Protocol):
@@ -34,13 +49,15 @@ def collect(
     timeout_s: float,
     interrupted: Callable[[], bool] = lambda: False,
     last_seen: Callable[[str], str] = lambda who: "",
+    mortal: Container[str] = (),
     answers: Answers = ray,
 ) -> dict[str, Any]:
     """The results of `refs` (who was asked, to the object reference of the answer).
 
     Raises the first failure as soon as it is there, without waiting for the others: a rank that
     fails leaves its peers in a collective. `last_seen` says what is known of a process that died.
-    Raises WaitTimeout naming those that did not answer, and Interrupted when `interrupted` says so.
+    Raises Died for the death of one of `mortal`, WaitTimeout naming those that did not answer, and
+    Interrupted when `interrupted` says so.
     """
     names = {ref: name for name, ref in refs.items()}
     waiting, results = list(refs.values()), {}
@@ -59,6 +76,9 @@ def collect(
             try:
                 results[names[ref]] = answers.get(ref)
             except RayError as error:
+                if names[ref] in mortal and isinstance(error, _DEATHS):
+                    cause = describe(error, names[ref], what, last_seen)
+                    raise Died(names[ref], cause, results) from None
                 others = [other for other in ready if other is not ref] + waiting
                 failed, cause = _root_cause(ref, error, others, answers)
                 raise describe(cause, names[failed], what, last_seen) from None
@@ -74,7 +94,7 @@ def describe(
             return type(error.cause)(f"{who}: {error.cause}")
         return RunFailed(f"{what}: {who} raised\n{_COLOURS.sub('', str(error))}")
     known = "; ".join(part for part in (last_seen(who), _where(error)) if part)
-    happened = "died" if isinstance(error, RayActorError) else "did not answer"
+    happened = "died" if isinstance(error, _DEATHS) else "did not answer"
     return RunFailed(f"{what}: {who} {happened}{f' ({known})' if known else ''}: {_why(error)}")
 
 

@@ -7,6 +7,7 @@ the world meets its peers.
 import faulthandler
 import logging
 import os
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from flatpeak.workers.arena import Arena, sweep_stale
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.errors import ClusterError
-from flatpeak.workers.host_memory import node_path
+from flatpeak.workers.host_memory import Room, node_path, room
 from flatpeak.workers.optimizer import OptimizerCore
 from flatpeak.workers.remote import ArenaServer, RemoteArena, open_store
 from flatpeak.workers.settings import adamw_of
@@ -104,7 +105,7 @@ class TrainWorker:
             store=store,
             rank=self._rank,
             world_size=cluster.workers,
-            timeout=timedelta(seconds=cluster.step_timeout_s),
+            timeout=timedelta(seconds=cluster.peer_timeout_s),
         )
 
     def build(self) -> tuple[Shard, ...]:
@@ -185,6 +186,7 @@ class OptimizerActor:
             slab_bytes=slab_bytes,
         )
         self._arena = arena  # known from here on, so that `close` finds it if the rest fails
+        arena.own()
         self._core = OptimizerCore(arena, adamw_of(spec))
         if snapshot is not None:
             with SnapshotReader(snapshot) as reader:
@@ -206,10 +208,22 @@ class OptimizerActor:
         log.info("serving workers %s at %s:%d", ranks, *self._server.address)
         return self._server.address
 
+    def attach(self, path: str) -> None:
+        """Takes over the arena of a dead predecessor in the middle of whatever it did."""
+        self._arena = Arena.attach(node_path(path), run=self._spec.run)
+        self._arena.own(timeout_s=self._spec.cluster.start_timeout_s)
+        self._core = OptimizerCore(self._arena, adamw_of(self._spec))
+        versions = Counter(self._arena.version(bucket.index) for bucket in self._arena.buckets)
+        log.info("took over arena %s; buckets by step: %s", path, dict(versions))
+
     @property
     def core(self) -> OptimizerCore:
-        assert self._core is not None, "create() comes first"
+        assert self._core is not None, "create() or attach() comes first"
         return self._core
+
+    def host_room(self) -> Room:
+        """What this node has left for arenas."""
+        return room(node_path(self._spec.cluster.shm_dir))
 
     def update_rate(self) -> float:
         """Parameters a second, while all actors measure theirs."""
@@ -218,6 +232,11 @@ class OptimizerActor:
     def update(self, step: int, lr: float, clip_factor: float | None) -> None:
         """Returns when `step` is committed: also by the workers that update buckets themselves."""
         self.core.update(step, lr=lr, clip_factor=clip_factor)
+        self.core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
+
+    def finish(self, step: int, lr: float, clip_factor: float | None) -> None:
+        """`update` of the step that was asked of a dead predecessor, whatever it did of it."""
+        self.core.finish(step, lr=lr, clip_factor=clip_factor)
         self.core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
 
     def snapshot(self, folder: str, step: int) -> SnapshotPart:

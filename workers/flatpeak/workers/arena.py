@@ -9,11 +9,11 @@ File: header (magic, format, checksum, run, layout as JSON), a word a bucket, a 
 updates that made it), frames, gradient regions, slab. Frames have the size of the largest bucket
 among those they serve; buckets of less than half of that size have smaller frames of their own.
 
-One process at a time updates a bucket, and attaches anew to take over: the arena's actor, or the
-worker whose device does it. Each has frames of its own, spare ones too, so that no two processes
-ever ask for the same frame. Any number read weights and write gradients. The flip is ordered after
-the frame's contents by x86-64's total store order; a CPU with weaker order, on which it would need
-a fence that Python does not have, gets no arena.
+One process at a time updates a bucket, and attaches anew to take over: the arena's actor, see
+`own`, or the worker whose device does it. Each has frames of its own, spare ones too, so that no
+two processes ever ask for the same frame. Any number read weights and write gradients. The flip is
+ordered after the frame's contents by x86-64's total store order; a CPU with weaker order, on which
+it would need a fence that Python does not have, gets no arena.
 """
 
 import errno
@@ -55,6 +55,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _POLL_S = (20e-6, 1e-3)
 # Fewer elements than torch splits over threads: a sum over a block does not depend on them.
 _SUM_BLOCK = 16384
+# struct flock: the first byte of the file, for the open file rather than the process.
+_OWNER = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,24 @@ class Arena:
         except BaseException:
             file.close()
             raise
+
+    def own(self, *, timeout_s: float = 0.0) -> None:
+        """Be the arena's actor until the process ends or the arena is closed.
+
+        A predecessor that was given up may still be in the middle of an update: waits until the
+        kernel says that it has ended. Raises `WaitTimeout`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _OWNER)
+                return
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() >= deadline:
+                    raise WaitTimeout(
+                        f"another process still updates {self.path} after {timeout_s:g} s; end it"
+                    ) from None
+            time.sleep(_POLL_S[1])
 
     def register(self, *, cudart: Any = None) -> None:
         """Make the mapping known to CUDA until it is closed; raises as `Registration` does."""
@@ -567,8 +587,6 @@ def _check_cpu() -> None:
 
 
 def _check_room(path: Path, run: str, nbytes: int) -> None:
-    if not path.parent.is_dir():
-        raise InputError(f"there is no folder {path.parent} for arenas; set cluster.shm_dir")
     left = room(path.parent)
     if nbytes > left.nbytes:
         raise _no_room(path, run, nbytes, left)

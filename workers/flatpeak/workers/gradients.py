@@ -36,7 +36,9 @@ def global_norm(squared: Tensor, group: dist.ProcessGroup | None = None) -> floa
     """
     if dist.is_initialized():
         on_host = dist.get_backend(group) in ("gloo", "mpi", "fake")
-        device = torch.device("cpu") if on_host else torch.device(torch.cuda.current_device())
+        device = torch.device("cpu")
+        if not on_host:
+            device = torch.device("cuda", torch.cuda.current_device())
         squared = squared.to(device, copy=True)
         dist.all_reduce(squared, group=group)
     return math.sqrt(squared.item())

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from flatpeak.workers.errors import InputError
+
 _IN_MEMORY = ("tmpfs", "ramfs")
 # Per version of cgroups: limit, usage, and the entry of memory.stat that can be given back at once.
 _CGROUPS = {
@@ -33,8 +35,11 @@ class Room:
 def room(folder: Path, *, root: Path = Path("/")) -> Room:
     """The least that any limit leaves to new files of `folder`.
 
-    `root` has the proc and sys file systems to read, of which any part may be missing.
+    `root` has the proc and sys file systems to read, of which any part may be missing. Raises
+    `InputError` when there is no such folder.
     """
+    if not folder.is_dir():
+        raise InputError(f"there is no folder {folder} for arenas; set cluster.shm_dir")
     rooms = [Room(shutil.disk_usage(folder).free, str(folder))]
     if _file_system(folder.resolve(), root) in _IN_MEMORY:
         rooms += [*_of_machine(root), *_of_cgroups(root)]

@@ -197,6 +197,11 @@ class OptimizerCore:
         self.counters.updated_steps += factor is not None
         self.counters.skipped_steps += factor is None
 
+    def finish(self, step: int, *, lr: float, clip_factor: float | None) -> None:
+        """`update` by a process that took over: all of it may have been done already."""
+        if any(self.arena.version(bucket.index) != step for bucket in self._updated):
+            self.update(step, lr=lr, clip_factor=clip_factor)
+
     def wait_for_workers(self, step: int, *, timeout_s: float) -> None:
         """Return when `step` is committed: all buckets have it. Raises `WaitTimeout`."""
         for bucket in self.buckets:

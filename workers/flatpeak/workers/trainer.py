@@ -118,7 +118,7 @@ class Trainer:
             expert=_degree(spec.parallel.expert),
             vocabulary=_degree(spec.parallel.vocabulary),
         )
-        timeout = timedelta(seconds=spec.cluster.step_timeout_s)
+        timeout = timedelta(seconds=spec.cluster.peer_timeout_s)
         self.sharded = shard_model(
             build_meta_model(config),
             groups=make_groups(layout, self.rank, timeout=timeout),
@@ -181,7 +181,7 @@ class Trainer:
         self._device_update = self._make_device_update(own, mapped)
         beside = {} if self._device_update is None else {"in_place": self._device_update.in_place}
         self._refresh = WeightRefresh(
-            self.sharded, self._stream, timeout_s=self.spec.cluster.step_timeout_s, **beside
+            self.sharded, self._stream, timeout_s=self.spec.cluster.peer_timeout_s, **beside
         )
         region = boundaries.slab()[slab.offset : slab.offset + slab.nbytes]
         self._offload = CheckpointOffload(region, host_budget=slab.nbytes)
@@ -244,7 +244,7 @@ class Trainer:
                 self._meter.reset_peaks()
             sent, received = self._traffic()
             self._refresh.begin(version=step - 1)
-            self._stream.begin_step(version=step - 1, timeout_s=self.spec.cluster.step_timeout_s)
+            self._stream.begin_step(version=step - 1, timeout_s=self.spec.cluster.peer_timeout_s)
             self.sharded.load.begin_step()
             self.sharded.dispatched.begin_step()
             loss, targets, tokens = self._forward_backward(step)

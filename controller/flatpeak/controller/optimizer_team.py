@@ -1,0 +1,127 @@
+"""The optimizer actors at work: what they are asked for, and a successor for each that dies.
+
+Masters, moments, gradients and versions lie in the arenas, which outlive the actors. So a successor
+attaches to the arena, finishes the update that was asked last (buckets that have it are left alone)
+and writes the snapshot under way anew: the next update is not asked for before all of its parts are
+there, so the state is still that step's. Meanwhile workers wait for the weights they need, and the
+updates that they do themselves go on.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Generator, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from flatpeak.controller.placement import Placed, release
+from flatpeak.controller.runs import Event, event
+from flatpeak.controller.waiting import Died
+from flatpeak.workers.errors import RunFailed
+
+DEATHS_IN_A_STEP = 3
+"""So many of one actor while the same update is under way end the run: a fourth would not help."""
+
+
+class Update(NamedTuple):
+    """What is done to the state; a `clip_factor` of None skips the step."""
+
+    step: int
+    lr: float
+    clip_factor: float | None
+
+
+class Collect(Protocol):
+    """`waiting.collect` as the controller uses it."""
+
+    def __call__(
+        self,
+        refs: Mapping[str, Any],
+        what: str,
+        timeout_s: float,
+        *,
+        mortal: Container[str] = (),
+    ) -> dict[str, Any]: ...
+
+
+class OptimizerTeam:
+    """Asks the optimizer actors and replaces those that die while they are waited for.
+
+    `actors` (by index) may still grow. `successor` starts one in the place of a dead one,
+    `arena_path` says what it is to attach to, within `start_timeout_s`. `updates` and `parts` are
+    the answers under way, by who gives them: of the last update and of the snapshot after it.
+    """
+
+    def __init__(
+        self,
+        actors: list[Placed],
+        *,
+        successor: Callable[[int], Placed],
+        arena_path: Callable[[int], str],
+        collect: Collect,
+        start_timeout_s: float,
+        end: Callable[[Any], None] = lambda handle: release(None, [handle]),
+    ) -> None:
+        self.actors = actors
+        self.last = Update(0, 0.0, None)
+        self.updates: dict[str, Any] = {}
+        self.parts: dict[str, Any] = {}
+        self._folder = ""
+        self._deaths: Counter[tuple[str, int]] = Counter()
+        self._successor, self._arena_path, self._end = successor, arena_path, end
+        self._collect, self._start_timeout_s = collect, start_timeout_s
+
+    def update(self, update: Update, *, beside: Mapping[str, Any]) -> None:
+        """Asks all actors for `update`; `beside` is what workers were asked to do of it."""
+        self.last = update
+        self.updates = {**beside} | {a.name: a.handle.update.remote(*update) for a in self.actors}
+
+    def snapshot(self, folder: str) -> None:
+        """Asks all actors to write their state after the last update into `folder`."""
+        # An actor runs its calls in order: after that update, before the next one.
+        self._folder = folder
+        self.parts = {actor.name: self._ask_part(actor) for actor in self.actors}
+
+    def gather(
+        self, what: str, timeout_s: float, *pending: dict[str, Any]
+    ) -> Generator[Event, None, dict[str, Any]]:
+        """The answers of all that is `pending`, of which `updates` and `parts` may be some.
+
+        For an actor that dies, the answers of its successor count. Raises what `collect` raises,
+        and `RunFailed` when one dies again and again.
+        """
+        answers: dict[str, Any] = {}
+        mortal = {actor.name for actor in self.actors}
+        while waiting := {
+            who: ref for refs in pending for who, ref in refs.items() if who not in answers
+        }:
+            try:
+                answers |= self._collect(waiting, what, timeout_s, mortal=mortal)
+            except Died as death:
+                answers |= death.answers
+                yield from self._replace(death)
+        return answers
+
+    def _replace(self, death: Died) -> Iterator[Event]:
+        began = time.perf_counter()
+        who, step = death.who, self.last.step
+        self._deaths[who, step] += 1
+        deaths = self._deaths[who, step]
+        if deaths <= DEATHS_IN_A_STEP:  # else it is the last one, found again at the run's end
+            yield event("optimizer_lost", actor=who, step=step, reason=str(death.cause))
+        if deaths >= DEATHS_IN_A_STEP:
+            raise RunFailed(f"{who} died {deaths} times after step {step}, last {death.cause}")
+        index = [actor.name for actor in self.actors].index(who)
+        self._end(self.actors[index].handle)  # it may live, and only be out of reach
+        actor = self.actors[index] = self._successor(index)
+        attached = {who: actor.handle.attach.remote(self._arena_path(index))}
+        # Asked at once, so that nothing is owed when a stop of the run cuts this off.
+        self.updates[who] = actor.handle.finish.remote(*self.last)
+        if self.parts:
+            self.parts[who] = self._ask_part(actor)
+        try:
+            self._collect(attached, f"replacing {who}", self._start_timeout_s, mortal=(who,))
+        except Died:
+            return  # its other answers say so too, and are waited for
+        yield event("optimizer_replaced", actor=who, step=step, seconds=time.perf_counter() - began)
+
+    def _ask_part(self, actor: Placed) -> Any:
+        return actor.handle.snapshot.remote(self._folder, self.last.step)

@@ -1,0 +1,210 @@
+"""Successors of optimizer actors, with actors by hand that die when asked for something."""
+
+from collections.abc import Container, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+
+from flatpeak.controller.optimizer_team import DEATHS_IN_A_STEP, OptimizerTeam, Update
+from flatpeak.controller.placement import Placed
+from flatpeak.controller.runs import RunEvent
+from flatpeak.controller.waiting import Died, Interrupted
+from flatpeak.workers.errors import RunFailed
+
+UPDATE = Update(7, 1e-3, 0.5)
+
+
+class Ref(NamedTuple):
+    """A call and its answer; a dead actor gives none."""
+
+    answer: str | None
+    call: tuple[Any, ...]
+
+
+@dataclass
+class Actor:
+    """Answers every call with its name and the method's, until it is asked for `dies_in`."""
+
+    name: str
+    dies_in: str | None = None
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    dead: bool = False
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return Method(self, method)
+
+
+class Method(NamedTuple):
+    actor: Actor
+    name: str
+
+    def remote(self, *arguments: Any) -> Ref:
+        actor = self.actor
+        actor.calls.append((self.name, *arguments))
+        actor.dead = actor.dead or self.name == actor.dies_in
+        return Ref(None if actor.dead else f"{actor.name}: {self.name}", actor.calls[-1])
+
+
+class World:
+    """Two optimizer actors; `lives` gives, for each in turn, when its holders die."""
+
+    def __init__(self, *lives: tuple[int, str | None], stop_at: str = "") -> None:
+        self.lives = {index: [dies for at, dies in lives if at == index] for index in (0, 1)}
+        self.stop_at = stop_at
+        self.started: list[Actor] = []
+        self.ended: list[Actor] = []
+        self.team = OptimizerTeam(
+            [self.start(0), self.start(1)],
+            successor=self.start,
+            arena_path=lambda index: f"{index}.arena",
+            collect=self.collect,
+            start_timeout_s=30.0,
+            end=lambda actor: self.ended.append(actor),
+        )
+
+    def start(self, index: int) -> Placed:
+        coming = self.lives[index]
+        actor = Actor(f"actor {len(self.started)}", coming.pop(0) if coming else None)
+        self.started.append(actor)
+        return Placed(f"optimizer {index}", actor, "node")
+
+    def collect(
+        self,
+        refs: Mapping[str, Ref],
+        what: str,
+        timeout_s: float,
+        *,
+        mortal: Container[str] = (),
+    ) -> dict[str, str]:
+        if what == self.stop_at:
+            raise Interrupted
+        answers = {}
+        for who, ref in refs.items():
+            if ref.answer is None:
+                assert who in mortal, f"{who} was not to die"
+                raise Died(who, RunFailed(f"{who} died: in {ref.call[0]}"), answers)
+            answers[who] = ref.answer
+        return answers
+
+
+def run(steps: Generator[Any, None, dict[str, Any]]) -> tuple[list[RunEvent], dict[str, Any]]:
+    """Events and answers of a `gather`."""
+    events = []
+    while True:
+        try:
+            events.append(next(steps))
+        except StopIteration as stop:
+            return events, stop.value
+
+
+def gather(world: World, *pending: dict[str, Any]) -> tuple[list[RunEvent], dict[str, Any]]:
+    return run(world.team.gather("step 8", 5.0, *pending))
+
+
+def test_without_a_death_all_are_asked_once():
+    world = World()
+    world.team.update(UPDATE, beside={"worker 0": Ref("updated", ())})
+    events, answers = gather(world, {"worker 1": Ref("done", ())}, world.team.updates)
+    assert events == []
+    assert answers == {
+        "worker 1": "done",
+        "worker 0": "updated",
+        "optimizer 0": "actor 0: update",
+        "optimizer 1": "actor 1: update",
+    }
+    assert world.ended == []
+
+
+def test_the_successor_attaches_to_the_arena_and_finishes_the_update():
+    world = World((1, "update"))
+    world.team.update(UPDATE, beside={})
+    events, answers = gather(world, {"worker 0": Ref("done", ())}, world.team.updates)
+    assert answers == {
+        "worker 0": "done",
+        "optimizer 0": "actor 0: update",
+        "optimizer 1": "actor 2: finish",
+    }
+    assert world.started[2].calls == [("attach", "1.arena"), ("finish", *UPDATE)]
+    assert world.team.actors[1].handle is world.started[2]
+    assert world.ended == [world.started[1]]
+    lost, replaced = events
+    assert (lost.kind, lost.detail["actor"], lost.detail["step"]) == (
+        "optimizer_lost",
+        "optimizer 1",
+        7,
+    )
+    assert lost.detail["reason"] == "optimizer 1 died: in update"
+    assert (replaced.kind, replaced.detail["step"]) == ("optimizer_replaced", 7)
+    assert replaced.detail["seconds"] >= 0
+
+
+@pytest.mark.parametrize("dies_in", ["update", "snapshot"])
+def test_the_successor_writes_the_snapshot_anew_after_the_update_that_it_is_of(dies_in):
+    world = World((0, dies_in))
+    world.team.update(UPDATE, beside={})
+    world.team.snapshot("step-7")
+    run(world.team.gather("step 8", 5.0, world.team.updates))
+    _, parts = run(world.team.gather("the snapshot", 5.0, world.team.parts))
+    assert parts == {"optimizer 0": "actor 2: snapshot", "optimizer 1": "actor 1: snapshot"}
+    assert world.started[2].calls == [
+        ("attach", "0.arena"),
+        ("finish", *UPDATE),
+        ("snapshot", "step-7", 7),
+    ]
+
+
+@pytest.mark.parametrize("dies_in", ["attach", "finish"])
+def test_a_successor_that_dies_is_replaced_too(dies_in):
+    world = World((0, "update"), (0, dies_in))
+    world.team.update(UPDATE, beside={})
+    events, answers = gather(world, world.team.updates)
+    assert answers["optimizer 0"] == "actor 3: finish"
+    assert world.ended == [world.started[0], world.started[2]]
+    replaced = ["optimizer_replaced"] if dies_in == "finish" else []
+    lost = ["optimizer_lost"]
+    assert [event.kind for event in events] == lost + replaced + lost + ["optimizer_replaced"]
+
+
+def test_one_that_dies_again_and_again_in_a_step_ends_the_run():
+    world = World(*[(0, "update")] + DEATHS_IN_A_STEP * [(0, "finish")])
+    world.team.update(UPDATE, beside={})
+    kinds = []
+    events = world.team.gather("step 8", 5.0, world.team.updates)
+    with pytest.raises(RunFailed) as caught:
+        kinds.extend(event.kind for event in events)
+    assert str(caught.value) == (
+        "optimizer 0 died 3 times after step 7, last optimizer 0 died: in finish"
+    )
+    with pytest.raises(RunFailed):  # whoever keeps what can be kept finds it dead as well
+        next(world.team.gather("the last update", 5.0, world.team.updates))
+    assert kinds == 2 * ["optimizer_lost", "optimizer_replaced"] + ["optimizer_lost"]
+    assert len(world.started) == 2 + DEATHS_IN_A_STEP - 1
+
+
+def test_deaths_in_different_steps_and_of_different_actors_do_not_add_up():
+    world = World(*[(index, "update") for index in (0, 1)])
+    for step in range(1, 6):
+        world.team.update(Update(step, 1e-3, None), beside={})
+        _, answers = gather(world, world.team.updates)
+        assert len(answers) == 2
+        for placed in world.team.actors:
+            placed.handle.dies_in = "update"
+    assert len(world.started) == 2 + 2 * 5
+
+
+def test_a_stop_while_one_is_replaced_leaves_nothing_owed():
+    world = World((0, "update"), stop_at="replacing optimizer 0")
+    world.team.update(UPDATE, beside={})
+    world.team.snapshot("step-7")
+    with pytest.raises(Interrupted):
+        gather(world, world.team.updates)
+    _, answers = run(world.team.gather("the last update", 5.0, world.team.updates))
+    _, parts = run(world.team.gather("the snapshot", 5.0, world.team.parts))
+    assert (answers["optimizer 0"], parts["optimizer 0"]) == (
+        "actor 2: finish",
+        "actor 2: snapshot",
+    )
+    assert len(world.started) == 3
