@@ -204,7 +204,7 @@ class Controller:
             yield event("resumed", snapshot=str(snapshot), step=self._committed)
         actors, spare_frames = self._optimizers, self.spec.memory.optimizer.slots
         arenas = plan_arenas(buckets, regions, actors=len(actors), spare_frames=spare_frames)
-        planned = planned_host_bytes(arenas, actors)
+        planned = planned_host_bytes(arenas, actors, regions, self._workers)
         rooms = self._ask(first_of_nodes(actors), "looking at the host memory", "host_room")
         check_host_bytes(planned, actors, rooms)
         refs = {}
