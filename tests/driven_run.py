@@ -18,6 +18,7 @@ from typing import Any
 from flatpeak.controller.runs import RunFolder, process_start
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.spec_file import dump_spec
+from flatpeak.workers.host_memory import node_path
 from local_run import tiny_spec
 from tiny_models import tiny_content
 
@@ -146,7 +147,7 @@ class Driver:
         deadline = time.monotonic() + 15
         while True:
             alive = [pid for pid in actors if process_start(pid) is not None]
-            files = list(Path(self.spec.cluster.shm_dir).iterdir())
+            files = list(node_path(self.spec.cluster.shm_dir).iterdir())
             left = [*alive, *self.marked(), *files]
             if not left or time.monotonic() > deadline:
                 return left

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.buckets import Bucket, Range, Shard, cut_buckets
-from flatpeak.workers.device_update import DeviceUpdate, Slots, Target, streams_of
+from flatpeak.workers.device_update import DeviceUpdate, Slots, Target
 from flatpeak.workers.optimizer import AdamW, update_bucket
+from flatpeak.workers.streams import streams_of
 from flatpeak.workers.update_split import assign_updates
 
 SETTINGS = AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)

@@ -2,7 +2,8 @@
 
 One rank trains a small model, clipped; its optimizer runs in a thread. The model is too small for
 real times, so both sides sleep as well: the update for each bucket, by its size, as if it came over
-a slow link, and the forward pass in each layer, in sum for as long as the update.
+a slow link, and the forward pass in each layer, in sum for as long as the update: half of a layer's
+share before its attention, half before its experts.
 """
 
 import statistics
@@ -14,6 +15,7 @@ from typing import Any
 
 from flatpeak.controller.spec import Spec
 from flatpeak.workers.buckets import Bucket
+from flatpeak.workers.checkpoint import moe_layers
 from flatpeak.workers.optimizer import OptimizerCore
 from flatpeak.workers.support import decoder_of
 from local_run import LocalRun, tiny_spec
@@ -29,6 +31,8 @@ class Overlap:
     overlapped_buckets: int
     """The median of those that were not yet updated when the first layer had its weights."""
     exposed_s: list[float]
+    first_s: list[float]
+    """Of them, those before the first module had its weights."""
     serial_s: list[float]
     """Where the forward pass waits for the whole update."""
     same_losses: bool
@@ -59,6 +63,7 @@ def simulate(*, layers: int = 24, update_s: float = 1.0, steps: int = 3) -> Over
         buckets=reports[0].buckets,
         overlapped_buckets=int(statistics.median(r.overlapped_buckets for r in reports)),
         exposed_s=exposed,
+        first_s=[report.first_s for report in reports],
         serial_s=waited,
         same_losses=alone.losses == beside.losses,
     )
@@ -71,17 +76,17 @@ def _both(_: int, spec: Spec, folder: str, update_s: float) -> list[Any]:
 def _train(run: LocalRun, update_s: float, *, serial: bool) -> tuple[Any, list[float]]:
     """Outcome of the run, and the seconds by which each update, copies of the new weights included,
     delayed the forward pass after it."""
-    layers = decoder_of(run.trainer.sharded.model).layers
-    core = run.core
+    model, core = run.trainer.sharded.model, run.core
     assert core is not None
     total = sum(bucket.size for bucket in core.buckets)
     _throttle(core, update_s / total)
     forward_runs = threading.Event()
     # A backward pass recomputes the layers: it does not sleep again.
     run.trainer.sharded.head.register_forward_hook(lambda *_: forward_runs.clear())
-    for layer in layers:
-        layer.register_forward_pre_hook(
-            lambda *_: time.sleep(update_s / len(layers)) if forward_runs.is_set() else None
+    slow = [*decoder_of(model).layers, *(experts for _, experts in moe_layers(model))]
+    for module in slow:
+        module.register_forward_pre_hook(
+            lambda *_: time.sleep(update_s / len(slow)) if forward_runs.is_set() else None
         )
     exposed, updating = [], 0.0
     optimizer: threading.Thread | None = None

@@ -88,6 +88,7 @@ def run(config: dict) -> tuple[bool, list[dict], dict[str, float | None]]:
     rows += [
         measured("serial, simulated", overlap.serial_s),
         measured("overlapped, simulated", overlap.exposed_s),
+        measured("of that, the first weights", overlap.first_s),
     ]
     return overlap.same_losses, rows, ratios | overlap.ratios()
 

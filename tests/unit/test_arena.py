@@ -207,11 +207,20 @@ def test_a_wait_in_vain_names_bucket_actor_path_and_versions(arena, path):
 def test_weights_of_another_version_are_refused(arena):
     fill(arena.begin_update(3), 3.0)
     arena.commit_update(3, 1)
-    out = torch.empty(5)
-    arena.read_weights(3, 1, 20, out)
-    assert (out == 3.0).all()
+    assert (arena.weights_of(3, 1) == 3.0).all()
     with pytest.raises(ClusterError, match=r"version 0 .* holds version 1"):
-        arena.read_weights(3, 0, 0, out)
+        arena.weights_of(3, 0)
+
+
+def test_a_cpu_with_weak_memory_order_gets_no_arena(arena, path, monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    for call in (
+        lambda: Arena.attach(path, run="r"),
+        lambda: Arena.create(path.with_name("b.arena"), run="r", buckets=BUCKETS, spare_frames=1),
+    ):
+        with pytest.raises(InputError, match=r"is aarch64: .*use x86-64 nodes"):
+            call()
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def test_a_second_process_mapping_sees_the_same_memory(arena, path):

@@ -15,7 +15,7 @@ WORDS = [word for key, value in SIZES.items() for word in (f"--{key}", str(value
 
 
 def test_it_is_exact_and_compares_with_the_stream_and_the_others():
-    report = run_bench("optimizer", [*WORDS, "--repeats=2", "--update-s=0.3"], start=CHECKOUT)
+    report = run_bench("optimizer", [*WORDS, "--repeats=2", "--update-s=0.5"], start=CHECKOUT)
     assert report.exact
     rows = {row["side"]: row for row in report.rows}
     assert rows["update_bucket"]["bytes_per_parameter"] == 30
@@ -35,8 +35,12 @@ def test_it_is_exact_and_compares_with_the_stream_and_the_others():
     assert fraction is not None
     assert 0.5 < fraction < 1
     exposed, serial = (rows[f"{side}, simulated"] for side in ("overlapped", "serial"))
-    assert serial["seconds"] > 0.3
-    assert exposed["seconds"] < serial["seconds"]
+    assert report.ratios["exposed_vs_serial_simulated"] == exposed["seconds"] / serial["seconds"]
+    assert serial["seconds_min"] > 0.5
+    # The best of three steps: others may keep this machine's cores from a thread for long.
+    assert exposed["seconds_min"] <= 0.1 * serial["seconds_min"]
+    # The embedding has a 25th of the weights, and no part of the forward pass comes before it.
+    assert rows["of that, the first weights"]["seconds_min"] > 0.04 * 0.5
     for row in report.rows:
         assert row["seconds_max"] >= row["seconds"] >= row["seconds_min"] > 0
 

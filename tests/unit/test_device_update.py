@@ -1,8 +1,6 @@
 """The update on the device: the host's bits, in whatever order its streams get to their work."""
 
 import math
-from collections import deque
-from random import Random
 
 import pytest
 import torch
@@ -11,9 +9,11 @@ from hypothesis import strategies as st
 
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.buckets import Bucket, Range
-from flatpeak.workers.device_update import DeviceUpdate, Slots, Synchronous, Target
+from flatpeak.workers.device_update import DeviceUpdate, Slots, Target
 from flatpeak.workers.errors import RunFailed
 from flatpeak.workers.optimizer import AdamW, OptimizerCore
+from flatpeak.workers.streams import Synchronous
+from late_streams import Deferred
 
 CPU = torch.device("cpu")
 SETTINGS = AdamW(betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -27,57 +27,6 @@ CUTS = [
     [Range("c", 1, 88)],
 ]
 STARTS = {"a": (0, 170), "norm": (0, 7), "b": (10, 180), "tiny": (0, 5), "c": (0, 88)}
-
-
-class Deferred:
-    """Streams that do their work late, in any order that lanes and marks allow.
-
-    `seen` runs whenever the process comes back to them, as another process could at any time.
-    """
-
-    def __init__(self, seed: int | None = None) -> None:
-        self.random = None if seed is None else Random(seed)  # None: only what is waited for
-        self.lanes = {lane: deque() for lane in ("reader", "in", "update", "out")}
-        self.log: list[tuple[str, str, int]] = []
-        self.counts = dict.fromkeys(self.lanes, 0)
-        self.seen = lambda: None
-
-    def issue(self, lane, work, *, after=()):
-        self.seen()
-        mark = {"lane": lane, "number": self.counts[lane], "done": False}
-        self.counts[lane] += 1
-        self.lanes[lane].append((work, after, mark))
-        self.log.append(("issued", lane, mark["number"]))
-        while self.random is not None and self.random.random() < 0.6 and self.ready():
-            self.do(self.random.choice(self.ready()))
-        return mark
-
-    def now(self):
-        return {"done": True}
-
-    def finish(self, mark):
-        while self.random is not None and not mark["done"]:
-            ready = self.ready()
-            assert ready, "the lanes wait for each other"
-            self.do(self.random.choice(ready))
-        self.reach(mark)
-        self.seen()
-
-    def reach(self, mark):
-        while not mark["done"]:
-            for before in self.lanes[mark["lane"]][0][1]:
-                self.reach(before)
-            self.do(mark["lane"])
-
-    def ready(self):
-        heads = [(lane, queue[0]) for lane, queue in self.lanes.items() if queue]
-        return [lane for lane, (_, after, _) in heads if all(m["done"] for m in after)]
-
-    def do(self, lane):
-        work, _, mark = self.lanes[lane].popleft()
-        work()
-        mark["done"] = True
-        self.log.append(("done", lane, mark["number"]))
 
 
 class Rig:
@@ -290,6 +239,42 @@ def test_in_a_thread_it_does_the_same_and_its_failure_reaches_who_waits(tmp_path
         rig.arenas[1].wait_version(1, 6, timeout_s=10)
     with pytest.raises(RunFailed, match="step 6"):
         rig.device.join()
+
+
+def test_it_knows_the_weights_that_it_put_in_place(tmp_path):
+    rig = Rig(tmp_path, "device", dtype="bfloat16", where="device")
+    everything = rig.device.targets
+    rig.device.targets = {name: everything[name] for name in everything if name != "norm"}
+
+    def in_place(version):
+        return [n for n in range(len(CUTS)) if rig.device.in_place(n, version)]
+
+    # Those of bucket 1, with the norm, are for others to fetch, and those of no update at all.
+    found = [in_place(0)]
+    for step, factor in enumerate((0.5, None, 1.0), 1):
+        rig.write(step)
+        rig.device.update(step, lr=1e-2, clip_factor=factor)
+        found.append(in_place(step))
+        assert not in_place(step - 1)
+    assert found == [[], *[[0, 2, 3, 4, 5]] * 3]
+
+
+def test_what_another_process_updated_is_not_in_place(tmp_path):
+    rig = Rig(tmp_path, "device", dtype="bfloat16", where="device")
+    rig.write(1)
+    rig.device.update(1, lr=1e-2, clip_factor=1.0)
+    slots = Slots(2, rig.buckets, CPU)
+    after = DeviceUpdate(
+        rig.buckets,
+        rig.arenas,
+        SETTINGS,
+        slots=slots,
+        streams=Synchronous(),
+        targets=rig.targets,
+    )
+    for step in (1, 2):
+        after.update(step, lr=1e-2, clip_factor=None)
+        assert not any(after.in_place(n, step) for n in range(len(CUTS)))
 
 
 def test_host_and_device_share_an_arena_and_a_step(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flatpeak.workers.host_memory import room
+from flatpeak.workers.host_memory import node_path, room
 
 KIB, GIB = 2**10, 2**30
 
@@ -96,3 +96,12 @@ def test_without_proc_and_sys_the_folder_alone_counts(tmp_path: Path, folder: Pa
 
 def test_this_machine_has_room():
     assert 0 < room(Path("/dev/shm")).nbytes <= shutil.disk_usage("/dev/shm").free
+
+
+def test_a_path_of_the_job_is_that_of_the_node(monkeypatch):
+    monkeypatch.setenv("SCRATCH", "/scratch/7")
+    monkeypatch.setenv("USER_ID", "u3")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert node_path("$SCRATCH/${USER_ID}/a") == Path("/scratch/7/u3/a")
+    assert node_path("~/b") == Path("/home/me/b")
+    assert node_path("/dev/shm") == Path("/dev/shm")

@@ -42,6 +42,16 @@ def test_each_arena_is_as_large_as_planned_and_nodes_add_them_up(tmp_path):
     assert planned_host_bytes(arenas, ACTORS) == {"a": sizes[0] + sizes[2], "b": sum(sizes[1::2])}
 
 
+def test_what_a_worker_keeps_itself_counts_on_its_node(tmp_path):
+    regions = [SlabRegion(0, 0, 5000), SlabRegion(None, 0, 5000), SlabRegion(None, 0, 0)]
+    workers = [Placed(f"worker {rank}", None, node) for rank, node in enumerate("acc")]
+    path = tmp_path / "own.arena"
+    with Arena.create(path, run="r", buckets=(), spare_frames=1, slab_bytes=5000) as own:
+        size = own.path.stat().st_size
+    planned = planned_host_bytes((), (), regions, workers)
+    assert planned == {"c": 2 * size - 8192}  # the second has no slab
+
+
 def test_a_node_is_refused_that_has_room_for_each_of_its_arenas_but_not_for_all():
     planned = {"a": 1500, "b": 900}
     asked = first_of_nodes(ACTORS)

@@ -1,8 +1,20 @@
-"""Who works beside whom: boundaries and buckets stay on the node of their worker."""
+"""Who works beside whom, and which actors a worker reaches over the network."""
+
+from collections import Counter
 
 import pytest
 
-from flatpeak.controller.placement import Placed, actors_beside, slab_regions
+from flatpeak.controller.placement import (
+    Placed,
+    actors_beside,
+    homes_anywhere,
+    homes_beside,
+    remote_ranks,
+    slab_regions,
+)
+from flatpeak.controller.spec import ClusterSpec
+from flatpeak.workers.buckets import Bucket
+from flatpeak.workers.errors import ClusterError
 from flatpeak.workers.trainer import SlabRegion
 
 
@@ -25,3 +37,48 @@ def test_regions_of_a_node_follow_each_other_on_pages_in_order_of_rank():
         SlabRegion(actor=1, offset=8192, nbytes=8192),
         SlabRegion(actor=1, offset=16384, nbytes=0),
     ]
+
+
+def test_without_an_actor_beside_it_a_rank_keeps_its_boundaries_itself():
+    regions = slab_regions([5000, 100], on("a", "b"), on("b"))
+    assert regions == [
+        SlabRegion(actor=None, offset=0, nbytes=5000),
+        SlabRegion(actor=0, offset=0, nbytes=100),
+    ]
+
+
+CORES = {"a": 4.0, "b": 2.0, "c": 5.0, "head": 0.0}
+WORKERS = Counter({"a": 2, "b": 1})
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "homes"),
+    [(1, "c"), (3, "cab"), (4, "cabc"), (8, "cabcaccc")],
+)
+def test_anywhere_fills_nodes_without_workers_first_and_never_more_than_their_cores(
+    optimizers, homes
+):
+    cluster = ClusterSpec(workers=3, optimizers=optimizers)
+    assert homes_anywhere(cluster, WORKERS, CORES) == list(homes)
+
+
+def test_more_actors_than_the_cluster_has_cores_for_are_refused_with_the_numbers():
+    cluster = ClusterSpec(workers=3, optimizers=4, cpus_per_optimizer=2)
+    with pytest.raises(ClusterError, match=r"4 optimizer actors x 2 cores .* has room for 3; low"):
+        homes_anywhere(cluster, WORKERS, CORES)
+
+
+def test_beside_needs_an_actor_for_every_node_with_workers():
+    cores = {"a": 4.0, "b": 3.0, "c": 5.0}
+    assert homes_beside(ClusterSpec(workers=3, optimizers=3), WORKERS, cores) == ["a", "b", "a"]
+    with pytest.raises(ClusterError, match=r"at least 2, not 1; or set .*optimizer_placement"):
+        homes_beside(ClusterSpec(workers=3, optimizers=1), WORKERS, cores)
+
+
+def test_ranks_are_remote_to_the_actors_of_other_nodes_that_have_their_buckets():
+    pairs = [(0, 0), (0, 1), (1, 1), (2, 0), (2, 1), (2, 1)]
+    buckets = [
+        Bucket(index, rank, actor, (), "float32", True, "adamw")
+        for index, (rank, actor) in enumerate(pairs)
+    ]
+    assert remote_ranks(buckets, on("a", "b", "c"), on("a", "b")) == {0: [2], 1: [0, 2]}

@@ -56,6 +56,12 @@ def test_every_field_says_what_it_does_in_one_line(section):
         assert "\n" not in field.description
 
 
+def test_devices_do_not_update_what_is_on_other_nodes(tmp_path):
+    overrides = ("cluster.optimizer_placement=anywhere", "memory.optimizer.update_on=device")
+    text = refusal(tmp_path, *overrides)
+    assert "set update_on to host, or optimizer_placement to beside" in text
+
+
 def test_the_tree_is_frozen():
     spec = parse_spec(SMALLEST)
     with pytest.raises(ValueError, match="frozen"):

@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from flatpeak.controller.waiting import Died, Interrupted, collect
-from flatpeak.workers.errors import DoesNotFit, RunFailed, WaitTimeout
+from flatpeak.workers.errors import ConnectionLost, DoesNotFit, RunFailed, WaitTimeout
 
 
 class Script:
@@ -105,8 +105,9 @@ def test_an_error_of_one_who_can_be_replaced_is_a_failure():
         ask(script, "optimizer 1", mortal=["optimizer 1"])
 
 
-def test_the_death_of_a_peer_explains_the_failure_that_came_first():
-    lost = raised(RuntimeError("Connection closed by peer"))
+@pytest.mark.parametrize("error", [RuntimeError, ConnectionLost])
+def test_the_death_of_a_peer_explains_the_failure_that_came_first(error):
+    lost = raised(error("Connection closed by peer"))
     script = Script(("worker 0", lost), ("worker 2", 12), ("worker 1", ActorDiedError()))
     with pytest.raises(RunFailed, match="worker 1 died"):
         ask(script, "worker 0", "worker 1", "worker 2")

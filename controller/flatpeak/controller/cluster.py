@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import ray
 import torch
@@ -14,7 +13,7 @@ import torch
 from flatpeak.controller.runs import RunEvent
 from flatpeak.controller.spec import ClusterSpec, Spec
 from flatpeak.workers.errors import ClusterError, DoesNotFit, SpecError
-from flatpeak.workers.host_memory import room
+from flatpeak.workers.host_memory import node_path, room
 from flatpeak.workers.metrics import NODE
 
 NAMESPACE = "flatpeak"
@@ -149,7 +148,7 @@ def _check_processes(cluster: ClusterSpec) -> None:
 
 
 def _check_shared_memory(cluster: ClusterSpec, parameters: int) -> None:
-    folder = Path(cluster.shm_dir)
+    folder = node_path(cluster.shm_dir)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise SpecError(
             f"cluster.shm_dir = {folder} is no directory that can be written; "

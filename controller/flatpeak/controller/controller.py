@@ -27,8 +27,10 @@ from flatpeak.controller.optimizer_team import OptimizerTeam, Update
 from flatpeak.controller.placement import (
     Placed,
     actors_beside,
+    actors_of,
     pick_device,
     release,
+    remote_ranks,
     reserve_workers,
     slab_regions,
     start_optimizer,
@@ -157,12 +159,13 @@ class Controller:
         buckets = cut_buckets(
             [shard for worker in self._workers for shard in shards[worker.name]],
             bucket_parameters=spec.memory.optimizer.bucket_parameters,
-            actors_of_rank=lambda rank: actors_beside(self._workers[rank], self._optimizers),
+            actors_of_rank=lambda rank: actors_of(spec, self._workers[rank], self._optimizers),
         )
         buckets = yield from self._divide_updates(buckets, device)
         regions = slab_regions(
             [slabs[worker.name] for worker in self._workers], self._workers, self._optimizers
         )
+        self._ask(self._optimizers, "start of the optimizer actors", "sweep")
         planned = yield from self._fill_arenas(buckets, regions)
         yield event(
             "started",
@@ -199,7 +202,8 @@ class Controller:
         section = self.spec.memory.optimizer
         if section.update_on == "device":
             return assign_updates(buckets, range(len(buckets)))
-        if section.update_on == "host" or device == "cpu":
+        anywhere = self.spec.cluster.optimizer_placement == "anywhere"
+        if section.update_on == "host" or device == "cpu" or anywhere:
             return buckets
         # Decided here for all: in an arena each side has the frames of its buckets, and no other.
         found = self._ask(self._workers, "measuring the links", "update_rates")
@@ -236,7 +240,7 @@ class Controller:
             yield event("resumed", snapshot=str(snapshot), step=self._committed)
         actors, spare_frames = self._optimizers, self.spec.memory.optimizer.slots
         arenas = plan_arenas(buckets, regions, actors=len(actors), spare_frames=spare_frames)
-        planned = planned_host_bytes(arenas, actors)
+        planned = planned_host_bytes(arenas, actors, regions, self._workers)
         rooms = self._ask(first_of_nodes(actors), "looking at the host memory", "host_room")
         check_host_bytes(planned, actors, rooms)
         refs = {}
@@ -246,13 +250,25 @@ class Controller:
             )
             self._arenas = index + 1
         self._collect(refs, "filling the arenas", self.spec.cluster.start_timeout_s)
-        paths = {index: self._arena_path(index) for index in range(len(actors))}
-        attach = {
-            worker.name: worker.handle.attach.remote(buckets, paths, regions[rank])
-            for rank, worker in enumerate(self._workers)
-        }
-        self._collect(attach, "attaching to the arenas", self.spec.cluster.start_timeout_s)
+        self._attach_workers(buckets, regions)
         return planned
+
+    def _attach_workers(self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]) -> None:
+        """Each maps the arenas of its node; it reaches its buckets on others over the network."""
+        timeout = self.spec.cluster.start_timeout_s
+        remote = remote_ranks(buckets, self._workers, self._optimizers)
+        serve = {actor: self._optimizers[actor] for actor in remote}
+        refs = {a.name: a.handle.serve.remote(remote[index]) for index, a in serve.items()}
+        addresses = self._collect(refs, "opening the arenas to other nodes", timeout)
+        attach = {}
+        for rank, worker in enumerate(self._workers):
+            beside = actors_beside(worker, self._optimizers)
+            arenas = {actor: self._arena_path(actor) for actor in beside}
+            servers = {a: addresses[serve[a].name] for a in serve if rank in remote[a]}
+            attach[worker.name] = worker.handle.attach.remote(
+                buckets, arenas, regions[rank], servers
+            )
+        self._collect(attach, "attaching to the arenas", timeout)
 
     def _arena_path(self, index: int) -> str:
         name = arena_name(self.spec.run, self._token, index)

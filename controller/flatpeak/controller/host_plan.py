@@ -1,7 +1,8 @@
 """The host memory of a run: the arenas that there will be, and whether their nodes have room.
 
 Beside the arenas nothing on the host grows with the model or the context: gradients and boundaries
-are copied into them, CUDA registers them where they lie, snapshots are written from them.
+are copied into them, CUDA registers them where they lie, snapshots are written from them. Between
+nodes they pass through `remote.STAGING_BYTES` for each worker and actor, which are not counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,12 +39,20 @@ def plan_arenas(
 
 
 def planned_host_bytes(
-    arenas: Sequence[PlannedArena], optimizers: Sequence[Placed]
+    arenas: Sequence[PlannedArena],
+    optimizers: Sequence[Placed],
+    regions: Sequence[SlabRegion] = (),
+    workers: Sequence[Placed] = (),
 ) -> dict[str, int]:
-    """Bytes of host memory that the run takes on each node."""
+    """Bytes of host memory that the run takes on each node, by actors and by those `workers` that
+    keep their own `regions`."""
     planned: dict[str, int] = {}
     for arena, actor in zip(arenas, optimizers, strict=True):
         planned[actor.node] = planned.get(actor.node, 0) + arena.nbytes
+    for region, worker in zip(regions, workers, strict=True):
+        if region.actor is None:
+            own = arena_bytes((), 1, region.nbytes)
+            planned[worker.node] = planned.get(worker.node, 0) + own
     return planned
 
 

@@ -32,6 +32,7 @@ from flatpeak.controller.waiting import describe
 from flatpeak.workers import checkpoint
 from flatpeak.workers.arena import sweep_stale
 from flatpeak.workers.errors import ClusterError, FlatpeakError, InputError
+from flatpeak.workers.host_memory import node_path
 from flatpeak.workers.routers import auxiliary_coefficient, check_router_logits
 from flatpeak.workers.settings import check_dispatch_budget, check_router_biases, samples_of
 from flatpeak.workers.support import check_supported
@@ -78,7 +79,9 @@ def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
     Raises FlatpeakError when it cannot, KeyboardInterrupt when SIGINT or SIGTERM ended it early;
     what was committed until then is in the last snapshot. A second signal does not wait for that.
     """
-    sweep_stale(spec.cluster.shm_dir)  # first: what dead runs left takes the room of this one
+    sweep_stale(
+        node_path(spec.cluster.shm_dir)
+    )  # first: what dead runs left takes the room of this one
     spec = resolve(spec)
     # Marks what this launch makes in places that it shares with others.
     token = secrets.token_hex(4)

@@ -4,9 +4,9 @@ Of one launch alone: the arena of another run whose process is being restarted l
 """
 
 import time
-from pathlib import Path
 
 from flatpeak.workers.arena import SUFFIX, remove_stale
+from flatpeak.workers.host_memory import node_path
 
 _PATIENCE_S = 10.0
 
@@ -23,7 +23,7 @@ def remove_arenas(folder: str, run: str, token: str) -> bool:
     """
     pattern = f"flatpeak-{run}-{token}-*{SUFFIX}*"  # half-made ones have a longer name
     deadline = time.monotonic() + _PATIENCE_S
-    while not all(remove_stale(path) for path in Path(folder).glob(pattern)):
+    while not all(remove_stale(path) for path in node_path(folder).glob(pattern)):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)

@@ -1,4 +1,5 @@
-"""Where the processes of a run live: one placement group of workers, optimizer actors beside them.
+"""Where the processes of a run live: one placement group of workers, and optimizer actors, beside
+them or on any node.
 
 Placement groups cannot be resized and an infeasible one waits for ever without a word, so what is
 asked for is first compared with what the cluster has.
@@ -7,7 +8,7 @@ asked for is first compared with what the cluster has.
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,9 @@ from ray.util.scheduling_strategies import (
 )
 
 from flatpeak.controller.leftovers import remove_arenas
-from flatpeak.controller.spec import Spec
+from flatpeak.controller.spec import ClusterSpec, Spec
 from flatpeak.workers.actors import OptimizerActor, TrainWorker
+from flatpeak.workers.buckets import Bucket
 from flatpeak.workers.errors import ClusterError
 from flatpeak.workers.trainer import SlabRegion
 
@@ -117,18 +119,13 @@ def start_workers(
 def start_optimizers(
     spec: Spec, workers: Sequence[Placed], *, logs: str, token: str
 ) -> Iterator[Placed]:
-    """Optimizer actors one by one, spread in turn over the nodes that hold workers.
-
-    A worker reaches its buckets through shared memory, so every such node needs an actor.
-    """
-    nodes = sorted({worker.node for worker in workers})
-    if spec.cluster.optimizers < len(nodes):
-        raise ClusterError(
-            f"the workers live on {len(nodes)} nodes, so cluster.optimizers must be at least "
-            f"{len(nodes)}, not {spec.cluster.optimizers}"
-        )
-    homes = [nodes[index % len(nodes)] for index in range(spec.cluster.optimizers)]
-    _check_cores(spec, Counter(worker.node for worker in workers), Counter(homes))
+    """Optimizer actors one by one, where `cluster.optimizer_placement` says."""
+    cores = {
+        node["NodeID"]: node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]
+    }
+    busy = Counter(worker.node for worker in workers)
+    place = homes_anywhere if spec.cluster.optimizer_placement == "anywhere" else homes_beside
+    homes = place(spec.cluster, busy, cores)
     for index, node in enumerate(homes):
         yield start_optimizer(spec, index, node, logs=logs, token=token)
 
@@ -151,19 +148,63 @@ def start_optimizer(spec: Spec, index: int, node: str, *, logs: str, token: str)
     return Placed(f"optimizer {index}", handle, node)
 
 
-def _check_cores(spec: Spec, workers: Counter[str], optimizers: Counter[str]) -> None:
+def homes_beside(
+    cluster: ClusterSpec, workers: Counter[str], cores: Mapping[str, float]
+) -> list[str]:
+    """The node of each optimizer actor, spread in turn over the nodes that hold workers.
+
+    `workers` are counted by node, `cores` are all that a node has. A worker reaches its buckets
+    through shared memory, so every such node needs an actor.
+    """
+    nodes = sorted(workers)
+    if cluster.optimizers < len(nodes):
+        raise ClusterError(
+            f"the workers live on {len(nodes)} nodes, so cluster.optimizers must be at least "
+            f"{len(nodes)}, not {cluster.optimizers}; or set cluster.optimizer_placement to "
+            "anywhere"
+        )
+    homes = [nodes[index % len(nodes)] for index in range(cluster.optimizers)]
+    for node, count in Counter(homes).items():
+        _check_cores(cluster, node, workers[node], count, cores.get(node, 0.0))
+    return homes
+
+
+def _check_cores(
+    cluster: ClusterSpec, node: str, workers: int, optimizers: int, cores: float
+) -> None:
     """An actor bound to a node without the cores for it would pend without a word."""
-    cluster = spec.cluster
-    cores = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes()}
-    for node, count in optimizers.items():
-        needed = workers[node] * cluster.cpus_per_worker + count * cluster.cpus_per_optimizer
-        if needed > cores.get(node, 0):
+    needed = workers * cluster.cpus_per_worker + optimizers * cluster.cpus_per_optimizer
+    if needed > cores:
+        raise ClusterError(
+            f"{workers} workers x {cluster.cpus_per_worker} and {optimizers} optimizer actors "
+            f"x {cluster.cpus_per_optimizer} need {needed} cores on node {node}, which has "
+            f"{cores:g}; lower cluster.cpus_per_worker or cluster.cpus_per_optimizer"
+        )
+
+
+def homes_anywhere(
+    cluster: ClusterSpec, workers: Counter[str], cores: Mapping[str, float]
+) -> list[str]:
+    """The node of each optimizer actor, spread in turn over all that have cores for one, those
+    without workers first."""
+    per_actor = cluster.cpus_per_optimizer
+    room = {
+        node: int(count - workers[node] * cluster.cpus_per_worker) // per_actor
+        for node, count in cores.items()
+    }
+    homes: list[str] = []
+    for index in range(cluster.optimizers):
+        held = Counter(homes)
+        free = [node for node in room if held[node] < room[node]]
+        if not free:
             raise ClusterError(
-                f"{workers[node]} workers x {cluster.cpus_per_worker} and {count} optimizer actors "
-                f"x {cluster.cpus_per_optimizer} need {needed} cores on node {node}, which has "
-                f"{cores.get(node, 0):g}; lower cluster.cpus_per_worker or "
-                "cluster.cpus_per_optimizer"
+                f"{cluster.optimizers} optimizer actors x {per_actor} cores beside "
+                f"{workers.total()} workers x {cluster.cpus_per_worker} do not fit the cluster, "
+                f"which has room for {index}; lower cluster.optimizers, "
+                "cluster.cpus_per_optimizer or cluster.cpus_per_worker, or add nodes"
             )
+        homes.append(min(free, key=lambda node: (held[node], node in workers, node)))
+    return homes
 
 
 def actors_beside(worker: Placed, optimizers: Sequence[Placed]) -> list[int]:
@@ -171,14 +212,36 @@ def actors_beside(worker: Placed, optimizers: Sequence[Placed]) -> list[int]:
     return [index for index, actor in enumerate(optimizers) if actor.node == worker.node]
 
 
+def actors_of(spec: Spec, worker: Placed, optimizers: Sequence[Placed]) -> list[int]:
+    """The optimizer actors that may hold the worker's buckets, by index."""
+    if spec.cluster.optimizer_placement == "anywhere":
+        return list(range(len(optimizers)))
+    return actors_beside(worker, optimizers)
+
+
+def remote_ranks(
+    buckets: Sequence[Bucket], workers: Sequence[Placed], optimizers: Sequence[Placed]
+) -> dict[int, list[int]]:
+    """By actor the ranks that have buckets with it and do not share its memory."""
+    found: dict[int, set[int]] = {}
+    for bucket in buckets:
+        if workers[bucket.rank].node != optimizers[bucket.actor].node:
+            found.setdefault(bucket.actor, set()).add(bucket.rank)
+    return {actor: sorted(ranks) for actor, ranks in sorted(found.items())}
+
+
 def slab_regions(
     sizes: Sequence[int], workers: Sequence[Placed], optimizers: Sequence[Placed]
 ) -> list[SlabRegion]:
-    """Each rank's boundaries live with the first actor of its node, in order of rank, on pages."""
+    """Each rank's boundaries live with the first actor of its node, in order of rank, on pages; or
+    with the rank itself where there is none."""
     used = dict.fromkeys(range(len(optimizers)), 0)
     regions = []
     for worker, nbytes in zip(workers, sizes, strict=True):
-        actor = actors_beside(worker, optimizers)[0]
+        actor = next(iter(actors_beside(worker, optimizers)), None)
+        if actor is None:
+            regions.append(SlabRegion(actor=None, offset=0, nbytes=nbytes))
+            continue
         regions.append(SlabRegion(actor=actor, offset=used[actor], nbytes=nbytes))
         used[actor] += -(-nbytes // _SLAB_ALIGNMENT) * _SLAB_ALIGNMENT
     return regions

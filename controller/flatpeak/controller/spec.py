@@ -146,6 +146,8 @@ class ClusterSpec(Section):
     """Workers (W), one a device; more lowers each one's share of weights and tokens."""
     optimizers: Processes = 1
     """CPU actors that own the optimizer state; more shortens the update."""
+    optimizer_placement: Literal["beside", "anywhere"] = "beside"
+    """anywhere takes nodes without workers first and spreads state over all, by the network."""
     address: str = "local"
     """local starts a Ray on this machine; else a Ray address, or auto to find one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -155,11 +157,11 @@ class ClusterSpec(Section):
     cpus_per_optimizer: Annotated[int, Field(ge=1, le=1024)] = 1
     """Cores and threads an optimizer actor gets; more shortens the update."""
     shm_dir: str = "/dev/shm"
-    """Directory of the arenas; needs room for 16 bytes a parameter and the boundaries."""
+    """Directory of the arenas: 16 bytes a parameter, boundaries. ~ and $NAME are each node's."""
     rendezvous_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port at which the workers meet; 0 takes any free one."""
     start_timeout_s: Seconds = 120.0
-    """Longest wait for placement and start; raise it when nodes are slow to come."""
+    """Longest wait for the start, and for an answer from another node; raise it if those lag."""
     step_timeout_s: Seconds = 1800.0
     """Longest wait for one step; raise it above the slowest step you expect."""
 
@@ -221,7 +223,7 @@ class OptimizerSpec(Section):
     slots: Annotated[int, Field(ge=1, le=1024)] = 2
     """Spare frames, and buckets on the device at once (18 B a parameter); more overlaps more."""
     update_on: Literal["host", "device", "auto"] = "host"
-    """AdamW in the optimizer actors, on the workers' devices, or on both by measured rates."""
+    """AdamW in the optimizer actors, on the workers' devices, or both; host for actors anywhere."""
 
 
 class MemorySpec(Section):
@@ -296,6 +298,17 @@ class Spec(Section):
                     f"parallel.{name} = {degree} does not divide cluster.workers = {workers}; "
                     f"use one of {divisors(workers)}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def devices_update_what_shares_memory_with_them(self) -> "Spec":
+        anywhere = self.cluster.optimizer_placement == "anywhere"
+        if anywhere and self.memory.optimizer.update_on == "device":
+            raise ValueError(
+                "memory.optimizer.update_on = device needs the optimizer state in the memory of "
+                "each worker's node, which cluster.optimizer_placement = anywhere does not give; "
+                "set update_on to host, or optimizer_placement to beside"
+            )
         return self
 
     @model_validator(mode="after")

@@ -51,6 +51,8 @@ def step_record(
             "buckets": sum(result.refresh.buckets for result in results),
             "overlapped_buckets": sum(r.refresh.overlapped_buckets for r in results),
             "exposed_s": max(result.refresh.exposed_s for result in results),
+            "sent_bytes": sum(result.sent_bytes for result in results),
+            "received_bytes": sum(result.received_bytes for result in results),
         },
         boundaries=_largest_of([asdict(result.boundaries) for result in results]),
         skipped=not first.usable,

@@ -14,7 +14,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from flatpeak.workers.errors import FlatpeakError, RunFailed, WaitTimeout
+from flatpeak.workers.errors import ConnectionLost, FlatpeakError, RunFailed, WaitTimeout
 
 _POLL_S = 0.25
 _CAUSE_S = 2.0
@@ -115,9 +115,12 @@ def _root_cause(
 ) -> tuple[Any, RayError]:
     """The failure to report: a rank whose peer dies fails too, and often before Ray says who died.
 
-    Errors of ours say what is wrong; to any other one a death in the next moment is preferred.
+    Errors of ours say what is wrong, except that a peer hung up; to that and to any other one a
+    death in the next moment is preferred.
     """
-    if not isinstance(error, RayTaskError) or isinstance(error.cause, FlatpeakError):
+    if not isinstance(error, RayTaskError):
+        return ref, error
+    if isinstance(error.cause, FlatpeakError) and not isinstance(error.cause, ConnectionLost):
         return ref, error
     deadline = time.monotonic() + _CAUSE_S
     while others and (left := deadline - time.monotonic()) > 0:

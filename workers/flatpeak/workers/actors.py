@@ -7,7 +7,6 @@ the world meets its peers.
 import faulthandler
 import logging
 import os
-import socket
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
@@ -22,7 +21,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from flatpeak.workers.arena import Arena, sweep_stale
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.errors import ClusterError
-from flatpeak.workers.host_memory import Room, room
+from flatpeak.workers.host_memory import Room, node_path, room
 from flatpeak.workers.metrics import (
     NODE,
     MetricsServer,
@@ -32,6 +31,7 @@ from flatpeak.workers.metrics import (
     WorkerMetrics,
 )
 from flatpeak.workers.optimizer import OptimizerCore
+from flatpeak.workers.remote import ArenaServer, RemoteArena, open_store
 from flatpeak.workers.settings import adamw_of
 from flatpeak.workers.snapshot import SnapshotPart, SnapshotReader, restore, write_snapshot_part
 from flatpeak.workers.trainer import SlabRegion, StepResult, Trainer
@@ -57,6 +57,16 @@ def log_to(folder: str, name: str) -> None:
     faulthandler.enable(stream)
 
 
+def _host(spec: "Spec") -> str:
+    """The address at which this node's processes listen."""
+    return "127.0.0.1" if spec.cluster.address == "local" else ray.util.get_node_ip_address()
+
+
+def _sweep(spec: "Spec") -> None:
+    for path in sweep_stale(node_path(spec.cluster.shm_dir)):
+        log.info("removed %s, which a dead run had left", path)
+
+
 def at_this_node(serving: Serving) -> Serving:
     """With the node's own address, where that is asked for."""
     if serving.host != NODE:
@@ -68,13 +78,13 @@ class _Exporting:
     """A process with metrics."""
 
     _metrics: ProcessMetrics
-    _server: MetricsServer | None = None
+    _exporter: MetricsServer | None = None
 
     def serve_metrics(self, serving: Serving) -> tuple[str, dict[str, str]]:
         """Begins to serve; returns the address and the process's labels."""
         pages = {"/health": lambda: self._metrics.labels}
-        self._server = MetricsServer(at_this_node(serving), self._metrics.registry, pages=pages)
-        return self._server.address, self._metrics.labels
+        self._exporter = MetricsServer(at_this_node(serving), self._metrics.registry, pages=pages)
+        return self._exporter.address, self._metrics.labels
 
 
 class TrainWorker(_Exporting):
@@ -84,8 +94,7 @@ class TrainWorker(_Exporting):
         log_to(logs, f"worker-{rank}")
         log.info("rank %d on %s, pid %d", rank, device, os.getpid())
         # Here, because no arena of this run is in the making yet, and this node has a worker.
-        for path in sweep_stale(spec.cluster.shm_dir):
-            log.info("removed %s, which a dead run had left", path)
+        _sweep(spec)
         torch.set_num_threads(spec.cluster.cpus_per_worker)
         self._spec, self._rank = spec, rank
         # Ray shows a worker its own GPU alone.
@@ -101,31 +110,20 @@ class TrainWorker(_Exporting):
 
     def open_rendezvous(self) -> tuple[str, int]:
         """Opens the store at which the ranks meet; rank 0 alone. Returns its address."""
-        cluster = self._spec.cluster
-        host = "127.0.0.1" if cluster.address == "local" else ray.util.get_node_ip_address()
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        cluster, host = self._spec.cluster, _host(self._spec)
         try:
-            listener.bind((host, cluster.rendezvous_port))
+            self._store = open_store(
+                host,
+                cluster.rendezvous_port,
+                world=cluster.workers,
+                timeout_s=cluster.start_timeout_s,
+            )
         except OSError as error:
             raise ClusterError(
                 f"cluster.rendezvous_port = {cluster.rendezvous_port} cannot be had on {host}: "
                 f"{error.strerror}; 0 takes any free port"
             ) from None
-        port = listener.getsockname()[1]
-        listener.listen()
-        # The store takes over the socket: it listens on this address alone, and no other process
-        # can take the port in between.
-        self._store = TCPStore(
-            host,
-            port,
-            cluster.workers,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=cluster.start_timeout_s),
-            master_listen_fd=listener.detach(),
-        )
-        return host, port
+        return host, self._store.port
 
     def join(self, host: str, port: int) -> None:
         cluster = self._spec.cluster
@@ -152,8 +150,28 @@ class TrainWorker(_Exporting):
         """Of this rank's device and link, while all ranks measure theirs."""
         return measure_device_rates(self._device)
 
-    def attach(self, buckets: tuple[Bucket, ...], arenas: dict[int, str], slab: SlabRegion) -> None:
-        self._trainer.attach(buckets, arenas, slab)
+    def attach(
+        self,
+        buckets: tuple[Bucket, ...],
+        arenas: dict[int, str],
+        slab: SlabRegion,
+        servers: dict[int, tuple[str, int]],
+    ) -> None:
+        """`arenas` are on this node; `servers` (actor to address) have buckets of this rank on
+        others."""
+        remote = {
+            actor: RemoteArena.connect(
+                address,
+                actor=actor,
+                rank=self._rank,
+                host=_host(self._spec),
+                timeout_s=self._spec.cluster.start_timeout_s,
+                pinned=self._device.type == "cuda",
+            )
+            for actor, address in servers.items()
+        }
+        paths = {actor: str(node_path(path)) for actor, path in arenas.items()}
+        self._trainer.attach(buckets, paths, slab, remote=remote)
 
     def step(self, step: int) -> StepResult:
         try:
@@ -180,7 +198,12 @@ class OptimizerActor(_Exporting):
         self._spec, self._index = spec, index
         self._arena: Arena | None = None
         self._core: OptimizerCore | None = None
+        self._server: ArenaServer | None = None
         self._metrics: OptimizerMetrics = OptimizerMetrics(spec, index)
+
+    def sweep(self) -> None:
+        """Removes what dead runs left here, before any actor of this run makes its arena."""
+        _sweep(self._spec)
 
     def create(
         self, path: str, buckets: tuple[Bucket, ...], slab_bytes: int, snapshot: Path | None
@@ -188,7 +211,7 @@ class OptimizerActor(_Exporting):
         """Makes the arena at `path` and fills it from the snapshot or else afresh."""
         spec = self._spec
         arena = Arena.create(
-            path,
+            node_path(path),
             run=spec.run,
             buckets=buckets,
             spare_frames=spec.memory.optimizer.slots,
@@ -208,9 +231,18 @@ class OptimizerActor(_Exporting):
             self._core.commit_load(0)
         log.info("arena %s: %d buckets, %d bytes", arena.path, len(buckets), arena.nbytes)
 
+    def serve(self, ranks: list[int]) -> tuple[str, int]:
+        """Lets workers of other nodes reach the arena; returns the address for them."""
+        cluster = self._spec.cluster
+        self._server = ArenaServer(
+            self.core.arena, ranks, host=_host(self._spec), timeout_s=cluster.start_timeout_s
+        )
+        log.info("serving workers %s at %s:%d", ranks, *self._server.address)
+        return self._server.address
+
     def attach(self, path: str) -> None:
         """Takes over the arena of a dead predecessor in the middle of whatever it did."""
-        self._arena = Arena.attach(path, run=self._spec.run)
+        self._arena = Arena.attach(node_path(path), run=self._spec.run)
         self._arena.own(timeout_s=self._spec.cluster.start_timeout_s)
         self._core = OptimizerCore(self._arena, adamw_of(self._spec))
         versions = Counter(self._arena.version(bucket.index) for bucket in self._arena.buckets)
@@ -223,7 +255,7 @@ class OptimizerActor(_Exporting):
 
     def host_room(self) -> Room:
         """What this node has left for arenas."""
-        return room(Path(self._spec.cluster.shm_dir))
+        return room(node_path(self._spec.cluster.shm_dir))
 
     def update_rate(self) -> float:
         """Parameters a second, while all actors measure theirs."""

@@ -12,8 +12,8 @@ among those they serve; buckets of less than half of that size have smaller fram
 One process at a time updates a bucket, and attaches anew to take over: the arena's actor, see
 `own`, or the worker whose device does it. Each has frames of its own, spare ones too, so that no
 two processes ever ask for the same frame. Any number read weights and write gradients. The flip is
-ordered after the frame's contents by x86-64's total store order; a CPU with weaker order needs a
-fence in `Arena._publish`.
+ordered after the frame's contents by x86-64's total store order; a CPU with weaker order, on which
+it would need a fence that Python does not have, gets no arena.
 """
 
 import errno
@@ -21,12 +21,13 @@ import fcntl
 import json
 import mmap
 import os
+import platform
 import secrets
 import struct
 import time
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -50,7 +51,10 @@ _LINE = 64
 _PAGE = 4096
 _FRAME_BITS = 24
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_POLL_S = (20e-6, 5e-3)
+# The longest is what a forward pass may lose where it waits, and costs a core a few per cent.
+_POLL_S = (20e-6, 1e-3)
+# Fewer elements than torch splits over threads: a sum over a block does not depend on them.
+_SUM_BLOCK = 16384
 # struct flock: the first byte of the file, for the open file rather than the process.
 _OWNER = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
 
@@ -146,7 +150,7 @@ class Arena:
     """One mapped arena; make it with `create` or `attach`, and `close` it.
 
     Buckets are named by `Bucket.index`. Views of a frame are good until the bucket's next version:
-    its frame is then free for any other. Readers in other processes use `read_weights`.
+    its frame is then free for any other. Readers in other processes use `weights_of`.
     """
 
     def __init__(self, path: Path, run: str, file: BinaryIO, layout: _Layout) -> None:
@@ -183,6 +187,7 @@ class Arena:
         Its memory is allocated now, so that a write can not fail later. Raises `DoesNotFit` when
         the folder has no room and `ClusterError` when `path` exists, and leaves nothing behind.
         """
+        _check_cpu()
         path = Path(path)
         assert path.suffix == SUFFIX, f"{path} would escape the sweep: it must end in {SUFFIX}"
         layout = _Layout(buckets, spare_frames, slab_bytes)
@@ -208,7 +213,8 @@ class Arena:
     @classmethod
     def attach(cls, path: str | Path, *, run: str) -> Self:
         """Map an existing arena of `run`. Raises `ClusterError` and changes nothing when there is
-        none, or it is of another run or format, or damaged."""
+        none, or it is of another run or format, or damaged; `InputError` on a CPU that cannot."""
+        _check_cpu()
         path = Path(path)
         try:
             file = open(path, "r+b")  # noqa: SIM115 - it stays open: its lock says that we live
@@ -292,6 +298,43 @@ class Arena:
         """The gradient region [size], fp32; it belongs to no version and survives a flip."""
         return self._view(self._layout.gradients[i], self._bucket[i].size, torch.float32)
 
+    def write_gradient(self, i: int, offset: int, values: Tensor, *, accumulate: bool) -> None:
+        """Store `values` [n, any float dtype and device] at [offset, offset + n) of the region, or
+        add them there in fp32."""
+        target = self.gradient(i)[offset : offset + values.numel()]
+        if accumulate:
+            target.add_(values.to(target.device))
+        else:
+            target.copy_(values)
+
+    def zero_gradient(self, i: int, start: int, stop: int) -> None:
+        self.gradient(i)[start:stop].zero_()
+
+    def square_gradient(self, i: int, start: int, stop: int) -> Tensor:
+        """Sum of squares [] (fp64) of elements [start, stop) of the region."""
+        blocks = self.gradient(i)[start:stop].split(_SUM_BLOCK)
+        return torch.stack([block.double().square_().sum() for block in blocks]).sum()
+
+    def copying(
+        self, i: int, version: int, places: Sequence[tuple[int, Tensor]]
+    ) -> Callable[[], None]:
+        """What copies elements [offset, offset + n) of the weights of `version` to each target [n].
+
+        Raises as `check_version` does. Whoever has had it done calls that one afterwards.
+        """
+        weights = self.weights_of(i, version)
+        targets = [target for _, target in places]
+        sources = [weights[offset : offset + target.numel()] for offset, target in places]
+
+        def work() -> None:
+            # One call: each would let go of the interpreter, and get it back when others let it.
+            torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+
+        return work
+
+    def settle(self) -> None:
+        """Gradients are in place when their calls return; those to a `RemoteArena` are not."""
+
     def slab(self) -> Tensor:
         """The boundaries' region [slab_bytes], uint8, page-aligned."""
         return self._view(self._layout.slab, self._layout.slab_bytes, torch.uint8)
@@ -321,6 +364,11 @@ class Arena:
     def version(self, i: int) -> int:
         """The step whose update the bucket holds; -1 until it is loaded."""
         return self._current(i)[0]
+
+    def count_before(self, version: int, *, rank: int) -> int:
+        """How many buckets of worker `rank` are not yet at `version`."""
+        own = (bucket.index for bucket in self.buckets if bucket.rank == rank)
+        return sum(self.version(i) < version for i in own)
 
     def updates(self, i: int) -> int:
         """How many updates made the bucket's current state: its version less skipped steps."""
@@ -379,20 +427,22 @@ class Arena:
             "memory.optimizer.slots"
         )
 
-    def read_weights(self, i: int, version: int, offset: int, out: Tensor) -> None:
-        """Copy elements [offset, offset + len(out)) of the weights of `version` into `out`.
+    def weights_of(self, i: int, version: int) -> Tensor:
+        """A view of the weights [size] of `version`, in the bucket's working dtype.
 
-        Any dtype and device of `out`. Raises `ClusterError` when the bucket holds another version,
-        or has left it while the copy ran: then `out` may be torn.
+        Raises as `check_version` does. Whoever has copied them calls that one afterwards: then the
+        bucket did not leave the frame meanwhile.
         """
-        held = self._current(i)
-        if held[0] == version:
-            out.copy_(self._frame(i, held[1]).weights[offset : offset + out.numel()])
-        now = self.version(i)
-        if now != version:
+        self.check_version(i, version)
+        return self.weights(i)
+
+    def check_version(self, i: int, version: int) -> None:
+        """Raises `ClusterError` when the bucket does not hold `version`."""
+        held = self.version(i)
+        if held != version:
             raise ClusterError(
                 f"weights of version {version} were asked of bucket {i} in {self.path}, "
-                f"which holds version {now}: the worker is out of step"
+                f"which holds version {held}: the worker is out of step"
             )
 
     def _free_frames(self, size_class: _SizeClass) -> list[int]:
@@ -525,6 +575,15 @@ def _check_words(file: BinaryIO, path: Path, layout: _Layout) -> None:
                 "restore from the last snapshot"
             )
         seen.add(number)
+
+
+def _check_cpu() -> None:
+    machine = platform.machine()
+    if machine not in ("x86_64", "AMD64"):
+        raise InputError(
+            f"arenas need the store order of x86-64, and {platform.node()} is {machine}: another "
+            "process could see a bucket's new version before its contents; use x86-64 nodes"
+        )
 
 
 def _check_room(path: Path, run: str, nbytes: int) -> None:

@@ -13,10 +13,10 @@ read when the flip lets the next step overwrite it, and the frame is whole when 
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,70 +25,12 @@ from flatpeak.kernels.adamw_device import Coefficients, adamw_
 from flatpeak.workers.arena import Arena, Frame
 from flatpeak.workers.buckets import Bucket
 from flatpeak.workers.errors import RunFailed
+from flatpeak.workers.streams import Streams
 
 if TYPE_CHECKING:
     from flatpeak.workers.optimizer import AdamW
 
 log = logging.getLogger("flatpeak")
-
-Lane = Literal["in", "update", "out"]
-
-
-class Streams(Protocol):
-    """Three lanes, each of which does its work in the order of issue."""
-
-    def issue(self, lane: Lane, work: Callable[[], None], *, after: Sequence[Any] = ()) -> Any:
-        """Have `work` done on `lane` after all `after`; returns the mark of its end."""
-        ...
-
-    def now(self) -> Any:
-        """A mark that all work issued so far to the current stream comes before."""
-        ...
-
-    def finish(self, mark: Any) -> None:
-        """Return when the mark is reached."""
-        ...
-
-
-class Synchronous:
-    """On the CPU: work is done when it is issued."""
-
-    def issue(self, lane: Lane, work: Callable[[], None], *, after: Sequence[None] = ()) -> None:
-        work()
-
-    def now(self) -> None:
-        return None
-
-    def finish(self, mark: None) -> None:
-        pass
-
-
-class CudaStreams:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._streams = {lane: torch.cuda.Stream(device) for lane in ("in", "update", "out")}
-
-    def issue(
-        self, lane: Lane, work: Callable[[], None], *, after: Sequence[torch.cuda.Event] = ()
-    ) -> torch.cuda.Event:
-        stream = self._streams[lane]
-        for mark in after:
-            stream.wait_event(mark)
-        with torch.cuda.stream(stream):
-            work()
-        return self._mark(stream)
-
-    def now(self) -> torch.cuda.Event:
-        return self._mark(torch.cuda.current_stream(self._device))
-
-    def finish(self, mark: torch.cuda.Event) -> None:
-        mark.synchronize()
-
-    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        # Who waits for it sleeps: the core belongs to the forward pass.
-        event = torch.cuda.Event(blocking=True)
-        event.record(stream)
-        return event
 
 
 class Slots:
@@ -157,6 +99,7 @@ class DeviceUpdate:
         self.targets = targets or {}
         self._slots, self._streams = slots, streams
         self._flying: deque[_Flight] = deque()
+        self._in_place: dict[int, int] = {}
         self._thread: Thread | None = None
         self._error: BaseException | None = None
 
@@ -182,6 +125,8 @@ class DeviceUpdate:
                     f"version {held}: a step is applied once and none is left out"
                 )
             if factor is None:
+                if self.in_place(bucket.index, held):
+                    self._in_place[bucket.index] = step
                 arena.advance(bucket.index, step)
                 continue
             if not self._slots.free:
@@ -189,6 +134,11 @@ class DeviceUpdate:
             self._launch(bucket, lr, factor, after)
         while self._flying:
             self._land(step)
+
+    def in_place(self, bucket: int, version: int) -> bool:
+        """Whether the model holds all weights of `version` of the bucket with this index, because
+        this object put them there. To be asked when the bucket has that version."""
+        return self._in_place.get(bucket) == version
 
     def start(self, step: int, *, lr: float, clip_factor: float | None) -> None:
         """`update` in a thread beside the caller, after what the current stream has to do so far.
@@ -247,6 +197,9 @@ class DeviceUpdate:
     def _land(self, step: int) -> None:
         flight = self._flying.popleft()
         self._streams.finish(flight.landed)
+        # Before the version moves on: who waits for it asks then.
+        if all(held.name in self.targets for held in flight.bucket.ranges):
+            self._in_place[flight.bucket.index] = step
         self._arena[flight.bucket.index].commit_update(flight.bucket.index, step)
         self._slots.free.append(flight.slot)
 
@@ -271,10 +224,6 @@ class DeviceUpdate:
             decay=settings.weight_decay if bucket.decay else 0.0,
             clip_factor=clip_factor,
         )
-
-
-def streams_of(device: torch.device) -> Streams:
-    return CudaStreams(device) if device.type == "cuda" else Synchronous()
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

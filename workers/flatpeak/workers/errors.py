@@ -8,6 +8,7 @@ FlatpeakError
 ├── DoesNotFit            exit 3: the plan exceeds a budget
 └── RunFailed             exit 4: the cluster or a process of the run failed
     ├── ClusterError
+    │   └── ConnectionLost
     └── WaitTimeout
 
 Every message says what happened with its numbers, and which setting mends it. The constructors take
@@ -45,6 +46,10 @@ class RunFailed(FlatpeakError):
 
 class ClusterError(RunFailed):
     pass
+
+
+class ConnectionLost(ClusterError):
+    """A peer hung up: most likely it died, which is then what the user wants to hear of."""
 
 
 class WaitTimeout(RunFailed, TimeoutError):

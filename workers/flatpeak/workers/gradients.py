@@ -9,18 +9,17 @@ applies, as for an expert that got no token. Never does a step see another step'
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate as running_sum
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatpeak.workers.arena import Arena
 from flatpeak.workers.buckets import Bucket, BucketIndex, Piece
-
-# Fewer elements than torch splits over threads: a sum over a block does not depend on them.
-_SUM_BLOCK = 16384
+from flatpeak.workers.streams import Streams, Synchronous
 
 
 def clipping_factor(norm: float, max_norm: float | None) -> float | None:
@@ -45,16 +44,50 @@ def global_norm(squared: Tensor, group: dist.ProcessGroup | None = None) -> floa
     return math.sqrt(squared.item())
 
 
+class BucketHome(Protocol):
+    """What holds the buckets of one actor, as a worker uses it: the `Arena` itself where both
+    share memory, else a `RemoteArena`. Their methods do the same to the last bit."""
+
+    def wait_version(self, i: int, version: int, *, timeout_s: float) -> None: ...
+
+    def copying(
+        self, i: int, version: int, places: Sequence[tuple[int, Tensor]]
+    ) -> Callable[[], None]:
+        """What copies elements [offset, offset + n) of the weights of `version` to each target [n],
+        to be done at once."""
+        ...
+
+    def check_version(self, i: int, version: int) -> None:
+        """Raises `ClusterError` when what `copying` copied since may be of another version."""
+        ...
+
+    def count_before(self, version: int, *, rank: int) -> int: ...
+
+    def write_gradient(self, i: int, offset: int, values: Tensor, *, accumulate: bool) -> None: ...
+
+    def zero_gradient(self, i: int, start: int, stop: int) -> None: ...
+
+    def square_gradient(self, i: int, start: int, stop: int) -> Tensor:
+        """The sum [] (fp64), which may be there only after `settle`."""
+        ...
+
+    def settle(self) -> None:
+        """Return when all that was asked about gradients is done."""
+        ...
+
+
 class GradientStream:
     """One rank's gradients into the arenas, and its weights out of them.
 
-    `buckets` are the rank's own, `arenas` maps each one's actor to its arena. In one step:
+    `buckets` are the rank's own, `arenas` maps each one's actor to what holds them. In one step:
     `begin_step`, any number of `write`, `finish`, `squared_norm`; then the next forward's `fetch`.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], arenas: Mapping[int, Arena]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], arenas: Mapping[int, BucketHome]) -> None:
         self._buckets = sorted(buckets, key=lambda bucket: bucket.index)
-        self._arena = {bucket.index: arenas[bucket.actor] for bucket in buckets}
+        self._home = {bucket.index: arenas[bucket.actor] for bucket in buckets}
+        self._shares = {(bucket.actor, bucket.rank) for bucket in buckets}
+        self._homes = {actor: arenas[actor] for actor, _ in sorted(self._shares)}
         self._index = BucketIndex(buckets)
         self._offsets = {
             bucket.index: list(running_sum((held.size for held in bucket.ranges), initial=0))
@@ -71,7 +104,9 @@ class GradientStream:
 
     def buckets_before(self, version: int) -> int:
         """How many buckets are not yet at `version`."""
-        return sum(arena.version(index) < version for index, arena in self._arena.items())
+        return sum(
+            self._homes[actor].count_before(version, rank=rank) for actor, rank in self._shares
+        )
 
     def begin_step(self, *, version: int, timeout_s: float) -> None:
         """Forget the last step's gradients.
@@ -94,12 +129,9 @@ class GradientStream:
         for piece in self._index.pieces(name, start, start + gradient.numel()):
             values = gradient[piece.start - start : piece.stop - start]
             first = self._touch(piece)
-            region = self._arena[piece.bucket.index].gradient(piece.bucket.index)
-            target = region[piece.offset : piece.offset + values.numel()]
-            if accumulate and not first:
-                target.add_(values.to(target.device))
-            else:
-                target.copy_(values)
+            self._home[piece.bucket.index].write_gradient(
+                piece.bucket.index, piece.offset, values, accumulate=accumulate and not first
+            )
             self._squares.pop((piece.bucket.index, piece.slot), None)
             if final and piece.bucket.rule != "bias":
                 self._square(piece.bucket, piece.slot)
@@ -111,57 +143,114 @@ class GradientStream:
         if piece.slot in written:
             return False
         if not written:
-            self._arena[index].wait_version(index, self._required, timeout_s=self._timeout_s)
+            self._home[index].wait_version(index, self._required, timeout_s=self._timeout_s)
         written.add(piece.slot)
         if piece.whole:
             return True
-        self._region(piece.bucket, piece.slot).zero_()
+        self._zero(piece.bucket, piece.slot)
         return False
 
-    def _region(self, bucket: Bucket, slot: int) -> Tensor:
+    def _zero(self, bucket: Bucket, slot: int) -> None:
         start, stop = self._offsets[bucket.index][slot : slot + 2]
-        return self._arena[bucket.index].gradient(bucket.index)[start:stop]
+        self._home[bucket.index].zero_gradient(bucket.index, start, stop)
 
     def _square(self, bucket: Bucket, slot: int) -> Tensor:
         key = (bucket.index, slot)
         if key not in self._squares:
-            blocks = self._region(bucket, slot).split(_SUM_BLOCK)
-            self._squares[key] = torch.stack([b.double().square_().sum() for b in blocks]).sum()
+            start, stop = self._offsets[bucket.index][slot : slot + 2]
+            home = self._home[bucket.index]
+            self._squares[key] = home.square_gradient(bucket.index, start, stop)
         return self._squares[key]
 
     def squared_norm(self) -> Tensor:
         """Sum of squares [] (fp64) of all that this step wrote, without rule "bias"."""
+        squares = [
+            self._square(bucket, slot)
+            for bucket in self._buckets
+            if bucket.rule != "bias"
+            for slot in sorted(self._written[bucket.index])
+        ]
+        self._settle()
+        # Added up in the order of the buckets, whichever actors they belong to.
         total = torch.zeros((), dtype=torch.float64)
-        for bucket in self._buckets:
-            if bucket.rule == "bias":
-                continue
-            for slot in sorted(self._written[bucket.index]):
-                total += self._square(bucket, slot)
+        for square in squares:
+            total += square
         return total
 
+    def _settle(self) -> None:
+        for home in self._homes.values():
+            home.settle()
+
     def finish(self) -> int:
-        """Zero what this step did not write; returns how many elements that were."""
+        """Zero what this step did not write; returns how many elements that were.
+
+        All gradients of the step are then where the update will read them.
+        """
         unwritten = 0
         for bucket in self._buckets:
             missing = set(range(len(bucket.ranges))) - self._written[bucket.index]
             if missing and not self._written[bucket.index]:
                 assert self._required is not None, "finish() without begin_step()"
-                arena = self._arena[bucket.index]
+                arena = self._home[bucket.index]
                 arena.wait_version(bucket.index, self._required, timeout_s=self._timeout_s)
             for slot in missing:
-                self._region(bucket, slot).zero_()
+                self._zero(bucket, slot)
                 unwritten += bucket.ranges[slot].size
+        self._settle()
         self._required = None
         return unwritten
 
-    def fetch(self, name: str, start: int, out: Tensor, *, version: int, timeout_s: float) -> None:
-        """Copy the weights of `version` of elements [start, start + n) into `out` [n], once there.
+    def deliveries(self, wanted: Iterable[tuple[str, int, Tensor]]) -> tuple["Delivery", ...]:
+        """How weights get to where they are wanted, a bucket each, in order of need.
 
-        Any dtype and device of `out`. Raises `WaitTimeout`, and `ClusterError` when the arena has
-        gone past `version`.
+        Each of `wanted` is (name, start, out [n]): elements [start, start + n) go to `out`, of any
+        dtype and device.
         """
-        for piece in self._index.pieces(name, start, start + out.numel()):
-            index, arena = piece.bucket.index, self._arena[piece.bucket.index]
-            arena.wait_version(index, version, timeout_s=timeout_s)
-            target = out[piece.start - start : piece.stop - start]
-            arena.read_weights(index, version, piece.offset, target)
+        places: dict[int, list[tuple[int, Tensor]]] = {}
+        for name, start, out in wanted:
+            for piece in self._index.pieces(name, start, start + out.numel()):
+                target = out[piece.start - start : piece.stop - start]
+                places.setdefault(piece.bucket.index, []).append((piece.offset, target))
+        return tuple(Delivery(index, tuple(places[index])) for index in sorted(places))
+
+    def deliver(
+        self,
+        deliveries: Sequence["Delivery"],
+        *,
+        version: int,
+        timeout_s: float,
+        streams: Streams | None = None,
+        after: Sequence[Any] = (),
+        in_place: Callable[[int, int], bool] = lambda bucket, version: False,
+    ) -> None:
+        """Copy the weights of `version` to their places; returns when all of them are there.
+
+        Waits for one bucket after the other, each at most `timeout_s`, and lets the copies of one
+        run, on a lane of `streams` and after the marks `after`, while it waits for the next. A
+        bucket whose index and version are `in_place` is waited for and not copied. Raises
+        `WaitTimeout`, and `ClusterError` when an arena has gone past `version`.
+        """
+        streams, mark, copied = streams or Synchronous(), None, []
+        for delivery in deliveries:
+            home = self._home[delivery.bucket]
+            home.wait_version(delivery.bucket, version, timeout_s=timeout_s)
+            if not in_place(delivery.bucket, version):
+                copy = home.copying(delivery.bucket, version, delivery.places)
+                mark = streams.issue("weights", copy, after=after)
+                copied.append((home, delivery.bucket))
+        if copied:
+            streams.finish(mark)  # a lane keeps the order: all others have ended before
+        for home, bucket in copied:
+            home.check_version(bucket, version)
+
+    def fetch(self, name: str, start: int, out: Tensor, *, version: int, timeout_s: float) -> None:
+        """`deliver` elements [start, start + n) of `name` to `out` [n], once."""
+        self.deliver(self.deliveries([(name, start, out)]), version=version, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What goes where of a bucket's weights: elements [offset, offset + n) to each target [n]."""
+
+    bucket: int
+    places: tuple[tuple[int, Tensor], ...]

@@ -4,6 +4,7 @@ A file of a tmpfs is memory: it counts against the machine, and against the memo
 container or batch job, which kills who exceeds it instead of refusing a write.
 """
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,11 @@ _CGROUPS = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
+
+
+def node_path(text: str) -> Path:
+    """A path of the job with `~` and `$NAME` as they are on this node."""
+    return Path(os.path.expandvars(text)).expanduser()
 
 
 @dataclass(frozen=True, order=True)

@@ -7,7 +7,7 @@ optimizer needs.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from flatpeak.workers import attention
 from flatpeak.workers.buckets import Range, Shard
 from flatpeak.workers.checkpoint import kept_in_fp32, moe_layers
 from flatpeak.workers.dispatch import DispatchOptions, DispatchReport, Routing, moe_forward
+from flatpeak.workers.first_use import first_users
 from flatpeak.workers.logits import Logits, logits_of
 from flatpeak.workers.parallel import Axis, Groups
 from flatpeak.workers.partition import part
@@ -177,7 +178,13 @@ class ShardedModel:
     dispatched: DispatchLog
     experts: list[ExpertsContext]
     moe_names: list[str]
-    parameters: list[LocalParameter] = field(default_factory=list)
+    users: dict[nn.Module, list[LocalParameter]]
+    """By the module whose call needs them first, in the order of the calls."""
+
+    @property
+    def parameters(self) -> list[LocalParameter]:
+        """In the order of first use in the forward pass."""
+        return [parameter for own in self.users.values() for parameter in own]
 
     def fsdp_modules(self) -> Iterator[FSDPModule]:
         return (module for module in self.model.modules() if isinstance(module, FSDPModule))
@@ -278,7 +285,6 @@ def decays(name: str, dims: int) -> bool:
 def _local_parameters(
     model: PreTrainedModel, groups: Groups, expert_rows: dict[str, tuple[int, int]]
 ) -> Iterator[LocalParameter]:
-    """In the order of first use in the forward pass."""
     world, rank = groups.layout.world, groups.rank
     for name, parameter in model.named_parameters():
         decay = decays(name, parameter.dim())
@@ -370,6 +376,8 @@ def shard_model(
         contexts.append(context)
     sequence = attention.SequenceContext(group=groups.sequence.group, degree=groups.sequence.degree)
     attention.bind(model, sequence)
+    local = {entry.name: entry for entry in _local_parameters(model, groups, expert_rows)}
+    users = first_users(model, local, tied=head.tied)
     return ShardedModel(
         model=model,
         groups=groups,
@@ -379,5 +387,5 @@ def shard_model(
         dispatched=dispatched,
         experts=contexts,
         moe_names=[name for name, _ in layers],
-        parameters=list(_local_parameters(model, groups, expert_rows)),
+        users={module: [local[name] for name in names] for module, names in users.items()},
     )

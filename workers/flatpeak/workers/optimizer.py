@@ -23,7 +23,7 @@ from torch import Tensor
 from flatpeak.kernels.adamw import Coefficients, adamw
 from flatpeak.workers.arena import SUFFIX, Arena, Frame, remove_stale
 from flatpeak.workers.buckets import Bucket, BucketIndex, Range, Shard, cut_buckets
-from flatpeak.workers.device_update import DeviceUpdate, Slots, Target, streams_of
+from flatpeak.workers.device_update import DeviceUpdate, Slots, Target
 from flatpeak.workers.errors import CheckpointError, InputError, RunFailed
 from flatpeak.workers.gradients import GradientStream, clipping_factor, global_norm
 from flatpeak.workers.optimizer_options import (
@@ -32,6 +32,7 @@ from flatpeak.workers.optimizer_options import (
     check_count,
     check_group,
 )
+from flatpeak.workers.streams import streams_of
 from flatpeak.workers.update_rates import measure_device_rates, measure_host_rate
 from flatpeak.workers.update_split import UPDATE_ON, assign_updates, split_updates
 

@@ -5,12 +5,14 @@ controller drives it; every rank calls the same methods in the same order.
 """
 
 import math
+import secrets
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,20 +21,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from flatpeak.workers.arena import Arena
+from flatpeak.workers.arena import SUFFIX, Arena
 from flatpeak.workers.batches import Microbatch, SampleSource, read_step
 from flatpeak.workers.boundaries import BoundaryStats, CheckpointOffload, slab_bytes
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.checkpoint import build_meta_model, load_config
-from flatpeak.workers.device_update import DeviceUpdate, Slots, Target, streams_of
+from flatpeak.workers.device_update import DeviceUpdate, Slots, Target
 from flatpeak.workers.dispatch import DispatchReport
 from flatpeak.workers.gradients import GradientStream, global_norm
+from flatpeak.workers.host_memory import node_path
 from flatpeak.workers.memory import PeakMeter
 from flatpeak.workers.model import LocalParameter, ShardedModel, shard_model
 from flatpeak.workers.parallel import Layout, make_groups
 from flatpeak.workers.refresh import RefreshReport, WeightRefresh
+from flatpeak.workers.remote import RemoteArena
 from flatpeak.workers.routers import auxiliary_coefficient, watch_routers
 from flatpeak.workers.settings import adamw_of, dispatch_of, samples_of, tokens_of
+from flatpeak.workers.streams import streams_of
 from flatpeak.workers.tied_head import TiedGradient
 
 if TYPE_CHECKING:
@@ -59,6 +64,9 @@ class StepResult:
     dispatch: DispatchReport
     refresh: RefreshReport
     boundaries: BoundaryStats
+    sent_bytes: int = 0
+    """To optimizer actors of other nodes, and `received_bytes` from them."""
+    received_bytes: int = 0
     peaks: dict[str, int] = field(default_factory=dict)
     largest: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -70,9 +78,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class SlabRegion:
-    """Where a rank keeps its boundaries: bytes [offset, offset + nbytes) of an actor's slab."""
+    """Where a rank keeps its boundaries: bytes [offset, offset + nbytes) of an actor's slab, or of
+    one of its own where no actor shares its memory."""
 
-    actor: int
+    actor: int | None
     offset: int
     nbytes: int
 
@@ -91,6 +100,8 @@ class Trainer:
         self._accumulate, self._final = False, True
         self._reduced: Tensor | None = None
         self._device_update: DeviceUpdate | None = None
+        self._slab: Arena  # kept: with the last reference its registration ends
+        self._remote: Mapping[int, RemoteArena] = {}
         self._tied: dict[int, TiedGradient] = {}
         self._meter = PeakMeter(device=device) if spec.metrics.peaks else None
 
@@ -143,24 +154,37 @@ class Trainer:
             needed if budget.host_budget_bytes == "auto" else min(needed, budget.host_budget_bytes)
         )
 
-    def attach(self, buckets: tuple[Bucket, ...], arenas: dict[int, str], slab: SlabRegion) -> None:
-        """Maps the arenas (actor to path) that hold this rank's buckets and its boundary slab."""
+    def attach(
+        self,
+        buckets: tuple[Bucket, ...],
+        arenas: dict[int, str],
+        slab: SlabRegion,
+        *,
+        remote: Mapping[int, RemoteArena] = MappingProxyType({}),
+    ) -> None:
+        """Maps the arenas (actor to path) that hold this rank's buckets and its boundary slab.
+
+        Buckets of the actors in `remote` are reached through that.
+        """
         own = tuple(bucket for bucket in buckets if bucket.rank == self.rank)
-        actors = {bucket.actor for bucket in own} | {slab.actor}
+        actors = {bucket.actor for bucket in own} - remote.keys() | {slab.actor}
         mapped = {
             actor: Arena.attach(path, run=self.spec.run)
             for actor, path in arenas.items()
             if actor in actors
         }
+        boundaries = self._own_arena(slab) if slab.actor is None else mapped[slab.actor]
         if self.device.type == "cuda":
-            for arena in mapped.values():
+            for arena in {*mapped.values(), boundaries}:
                 arena.register()
-        self._stream = GradientStream(own, mapped)
+        self._slab, self._remote = boundaries, remote
+        self._stream = GradientStream(own, mapped | dict(remote))
         self._device_update = self._make_device_update(own, mapped)
+        beside = {} if self._device_update is None else {"in_place": self._device_update.in_place}
         self._refresh = WeightRefresh(
-            self.sharded, self._stream, timeout_s=self.spec.cluster.peer_timeout_s
+            self.sharded, self._stream, timeout_s=self.spec.cluster.peer_timeout_s, **beside
         )
-        region = mapped[slab.actor].slab()[slab.offset : slab.offset + slab.nbytes]
+        region = boundaries.slab()[slab.offset : slab.offset + slab.nbytes]
         self._offload = CheckpointOffload(region, host_budget=slab.nbytes)
         self.sharded.model._set_gradient_checkpointing(
             True, gradient_checkpointing_func=self._offload.checkpoint
@@ -168,6 +192,19 @@ class Trainer:
         if self._meter is not None:
             for parameter in self.sharded.parameters:
                 self._meter.track(parameter.tensor, "weights")
+
+    def _own_arena(self, slab: SlabRegion) -> Arena:
+        """One for this rank's boundaries alone, which goes with this process."""
+        name = f"flatpeak-{self.spec.run}-worker-{self.rank}-{secrets.token_hex(4)}{SUFFIX}"
+        arena = Arena.create(
+            node_path(self.spec.cluster.shm_dir) / name,
+            run=self.spec.run,
+            buckets=(),
+            spare_frames=1,
+            slab_bytes=slab.offset + slab.nbytes,
+        )
+        arena.unlink()  # mapped, it needs no name, and nothing can be left behind
+        return arena
 
     def _make_device_update(
         self, own: Sequence[Bucket], arenas: Mapping[int, Arena]
@@ -206,6 +243,7 @@ class Trainer:
         with self._metered():
             if self._meter is not None:
                 self._meter.reset_peaks()
+            sent, received = self._traffic()
             self._refresh.begin(version=step - 1)
             self._stream.begin_step(version=step - 1, timeout_s=self.spec.cluster.peer_timeout_s)
             self.sharded.load.begin_step()
@@ -213,6 +251,7 @@ class Trainer:
             (loss, nll), targets, tokens = self._forward_backward(step)
             refreshed = self._refresh.finish()
             grad_norm = self._finish_gradients()
+            now_sent, now_received = self._traffic()
         return StepResult(
             step=step,
             loss=loss,
@@ -224,9 +263,15 @@ class Trainer:
             dispatch=self.sharded.dispatched.report,
             refresh=refreshed,
             boundaries=self._boundaries,
+            sent_bytes=now_sent - sent,
+            received_bytes=now_received - received,
             peaks=self._meter.peaks() if self._meter else {},
             largest=self._meter.largest_tensors() if self._meter and self._on_cpu() else {},
         )
+
+    def _traffic(self) -> tuple[int, int]:
+        arenas = self._remote.values()
+        return sum(a.sent_bytes for a in arenas), sum(a.received_bytes for a in arenas)
 
     def open_samples(self) -> SampleSource:
         return samples_of(self.spec)
