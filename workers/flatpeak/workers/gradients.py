@@ -22,6 +22,9 @@ from flatpeak.workers.arena import Arena
 from flatpeak.workers.buckets import Bucket, BucketIndex, Piece
 from flatpeak.workers.streams import Streams, Synchronous
 
+InPlace = Callable[[int, int], bool]
+"""Whether a bucket's weights, by its index and version, are where they are wanted already."""
+
 # Fewer elements than torch splits over threads: a sum over a block does not depend on them.
 _SUM_BLOCK = 16384
 
@@ -176,20 +179,20 @@ class GradientStream:
         timeout_s: float,
         streams: Streams | None = None,
         after: Sequence[Any] = (),
-        in_place: Callable[[int, int], bool] = lambda bucket, version: False,
+        in_place: InPlace | None = None,
     ) -> None:
         """Copy the weights of `version` to their places; returns when all of them are there.
 
         Waits for one bucket after the other, each at most `timeout_s`, and lets the copies of one
-        run, on a lane of `streams` and after the marks `after`, while it waits for the next. A
-        bucket whose index and version are `in_place` is waited for and not copied. Raises
-        `WaitTimeout`, and `ClusterError` when an arena has gone past `version`.
+        run, on a lane of `streams` and after the marks `after`, while it waits for the next. What
+        is `in_place` is waited for and not copied. Raises `WaitTimeout`, and `ClusterError` when an
+        arena has gone past `version`.
         """
         streams, mark, copied = streams or Synchronous(), None, []
         for delivery in deliveries:
             arena = self._arena[delivery.bucket]
             arena.wait_version(delivery.bucket, version, timeout_s=timeout_s)
-            if not in_place(delivery.bucket, version):
+            if in_place is None or not in_place(delivery.bucket, version):
                 copy = delivery.copy(arena.weights_of(delivery.bucket, version))
                 mark = streams.issue("weights", copy, after=after)
                 copied.append((arena, delivery.bucket))

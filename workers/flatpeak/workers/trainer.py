@@ -157,9 +157,11 @@ class Trainer:
                 arena.register()
         self._stream = GradientStream(own, mapped)
         self._device_update = self._make_device_update(own, mapped)
-        beside = {} if self._device_update is None else {"in_place": self._device_update.in_place}
         self._refresh = WeightRefresh(
-            self.sharded, self._stream, timeout_s=self.spec.cluster.step_timeout_s, **beside
+            self.sharded,
+            self._stream,
+            timeout_s=self.spec.cluster.step_timeout_s,
+            in_place=self._device_update and self._device_update.in_place,
         )
         region = mapped[slab.actor].slab()[slab.offset : slab.offset + slab.nbytes]
         self._offload = CheckpointOffload(region, host_budget=slab.nbytes)
