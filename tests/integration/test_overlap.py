@@ -103,16 +103,19 @@ def _on_late_streams(rank: int, spec: Spec, folder: str) -> tuple[list[float], l
     return run.close().losses, done
 
 
-def test_weights_come_after_all_that_the_step_before_has_in_flight(tmp_path: Path):
-    memory = {"optimizer": {"bucket_parameters": 500}}
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_weights_come_after_all_that_the_step_before_has_in_flight(where: str, tmp_path: Path):
+    memory = {"optimizer": {"bucket_parameters": 500, "update_on": where}}
     spec = job("mixtral", train={"steps": 2}, memory=memory)
     wanted = train_locally(spec, tmp_path).losses
-    ((losses, done),) = run_ranks(1, _on_late_streams, spec, str(tmp_path))
+    ((losses, (first, second)),) = run_ranks(1, _on_late_streams, spec, str(tmp_path))
     assert losses == wanted
-    for lanes in done:
+    for lanes in (first, second) if where == "host" else (first,):
         assert lanes[0] == "reader"
         assert lanes.count("reader") == 1
         assert lanes.count("weights") > 20
+    if where == "device":
+        assert second == []  # the update has put them in place
 
 
 def _never_updated(rank: int, spec: Spec, folder: str) -> str:
