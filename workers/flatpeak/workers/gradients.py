@@ -11,6 +11,7 @@ applies, as for an expert that got no token. Never does a step see another step'
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate as running_sum
 from typing import Any
 
@@ -193,8 +194,8 @@ class GradientStream:
             arena = self._arena[delivery.bucket]
             arena.wait_version(delivery.bucket, version, timeout_s=timeout_s)
             if in_place is None or not in_place(delivery.bucket, version):
-                copy = delivery.copy(arena.weights_of(delivery.bucket, version))
-                mark = streams.issue("weights", copy, after=after)
+                read = partial(arena.read_places, delivery.bucket, version, delivery.places)
+                mark = streams.issue("weights", read, after=after)
                 copied.append((arena, delivery.bucket))
         if copied:
             streams.finish(mark)  # a lane keeps the order: all others have ended before
@@ -212,14 +213,3 @@ class Delivery:
 
     bucket: int
     places: tuple[tuple[int, Tensor], ...]
-
-    def copy(self, weights: Tensor) -> Callable[[], None]:
-        """The copies from `weights` [size], to be done at once."""
-        targets = [target for _, target in self.places]
-        sources = [weights[offset : offset + target.numel()] for offset, target in self.places]
-
-        def work() -> None:
-            # One call: each would let go of the interpreter, and get it back when others let it.
-            torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
-
-        return work
