@@ -207,9 +207,11 @@ def test_a_wait_in_vain_names_bucket_actor_path_and_versions(arena, path):
 def test_weights_of_another_version_are_refused(arena):
     fill(arena.begin_update(3), 3.0)
     arena.commit_update(3, 1)
-    assert (arena.weights_of(3, 1) == 3.0).all()
+    outs = [torch.empty(5), torch.empty(30, dtype=torch.bfloat16)]
+    arena.read_places(3, 1, [(20, outs[0]), (70, outs[1])])
+    assert all((out == 3.0).all() for out in outs)
     with pytest.raises(ClusterError, match=r"version 0 .* holds version 1"):
-        arena.weights_of(3, 0)
+        arena.read_places(3, 0, [(0, outs[0])])
 
 
 def test_a_cpu_with_weak_memory_order_gets_no_arena(arena, path, monkeypatch):

@@ -116,7 +116,7 @@ def test_bytes_are_counted_and_bf16_travels_as_bf16(tmp_path):
         remote.settle()
         remote.settle()  # nothing to ask
         assert remote.sent_bytes - before[0] == 20_000 + 2 * 64
-        remote.copying(0, 0, [(100, torch.empty(900))])()
+        remote.read_places(0, 0, [(100, torch.empty(900))])
         assert remote.received_bytes - before[1] == 2 * 900 + 2 * 64
 
 
@@ -128,7 +128,7 @@ def test_places_that_follow_each_other_are_read_at_once(tmp_path):
         before = remote.sent_bytes, remote.received_bytes
         places = [(7, 2 * LARGE), (7 + 2 * LARGE, LARGE), (3, 0), (3, 4)]
         outs = [(start, torch.full((size,), -1.0)) for start, size in places]
-        remote.copying(0, 0, outs)()
+        remote.read_places(0, 0, outs)
         assert remote.sent_bytes - before[0] == 2 * 64
         values = sum(size for _, size in places)
         assert remote.received_bytes - before[1] == 2 * values + 64 * (
@@ -170,9 +170,9 @@ def test_what_the_actor_refuses_is_raised_here_and_the_connection_goes_on(tmp_pa
         with pytest.raises(WaitTimeout, match=r"bucket 0 of optimizer actor 0 did not reach ver"):
             remote.wait_version(0, 1, timeout_s=0.05)
         with pytest.raises(ClusterError, match="version 3 were asked of bucket 0"):
-            remote.copying(0, 3, [(0, torch.empty(4))])()
+            remote.read_places(0, 3, [(0, torch.empty(4))])
         out = torch.empty(4)
-        remote.copying(0, 0, [(0, out)])()
+        remote.read_places(0, 0, [(0, out)])
         assert out.tolist() == [0.5] * 4
         other.close()
         remote.wait_version(0, 0, timeout_s=1)
@@ -232,11 +232,11 @@ def test_a_stopped_and_a_killed_actor_end_the_waits_for_them(tmp_path):
         first._weights.link.timeout_s = 1.0  # not before: to connect may take a busy machine longer
         actor.send_signal(signal.SIGSTOP)
         with pytest.raises(WaitTimeout, match=r"actor 7 at 127.0.0.1 did not answer within 1 s"):
-            first.copying(0, 0, [(0, torch.empty(4))])()
+            first.read_places(0, 0, [(0, torch.empty(4))])
         actor.kill()
         began = time.monotonic()
         with pytest.raises(ClusterError, match=r"connection to optimizer actor 7 at .* is lost: "):
-            second.copying(0, 0, [(0, torch.empty(4))])()
+            second.read_places(0, 0, [(0, torch.empty(4))])
         with pytest.raises(ClusterError, match="is lost"):
             write_and_settle(second)
         assert time.monotonic() - began < 30

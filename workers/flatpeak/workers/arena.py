@@ -27,7 +27,7 @@ import struct
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -150,7 +150,7 @@ class Arena:
     """One mapped arena; make it with `create` or `attach`, and `close` it.
 
     Buckets are named by `Bucket.index`. Views of a frame are good until the bucket's next version:
-    its frame is then free for any other. Readers in other processes use `weights_of`.
+    its frame is then free for any other. Readers in other processes use `read_places`.
     """
 
     def __init__(self, path: Path, run: str, file: BinaryIO, layout: _Layout) -> None:
@@ -315,23 +315,6 @@ class Arena:
         blocks = self.gradient(i)[start:stop].split(_SUM_BLOCK)
         return torch.stack([block.double().square_().sum() for block in blocks]).sum()
 
-    def copying(
-        self, i: int, version: int, places: Sequence[tuple[int, Tensor]]
-    ) -> Callable[[], None]:
-        """What copies elements [offset, offset + n) of the weights of `version` to each target [n].
-
-        Raises as `check_version` does. Whoever has had it done calls that one afterwards.
-        """
-        weights = self.weights_of(i, version)
-        targets = [target for _, target in places]
-        sources = [weights[offset : offset + target.numel()] for offset, target in places]
-
-        def work() -> None:
-            # One call: each would let go of the interpreter, and get it back when others let it.
-            torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
-
-        return work
-
     def settle(self) -> None:
         """Gradients are in place when their calls return; those to a `RemoteArena` are not."""
 
@@ -427,14 +410,19 @@ class Arena:
             "memory.optimizer.slots"
         )
 
-    def weights_of(self, i: int, version: int) -> Tensor:
-        """A view of the weights [size] of `version`, in the bucket's working dtype.
+    def read_places(self, i: int, version: int, places: Sequence[tuple[int, Tensor]]) -> None:
+        """Copy elements [offset, offset + n) of the weights of `version` to each (offset, out [n]).
 
-        Raises as `check_version` does. Whoever has copied them calls that one afterwards: then the
-        bucket did not leave the frame meanwhile.
+        Any dtype and device of `out`; to a CUDA device the copies may still run at the end. Raises
+        as `check_version` does. Who calls that again when they are done knows that the bucket did
+        not leave its frame meanwhile.
         """
         self.check_version(i, version)
-        return self.weights(i)
+        weights = self.weights(i)
+        outs = [out for _, out in places]
+        sources = [weights[offset : offset + out.numel()] for offset, out in places]
+        # One call: each would let go of the interpreter, and get it back when others let it.
+        torch._foreach_copy_(outs, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
 
     def check_version(self, i: int, version: int) -> None:
         """Raises `ClusterError` when the bucket does not hold `version`."""

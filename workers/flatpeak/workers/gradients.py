@@ -11,6 +11,7 @@ applies, as for an expert that got no token. Never does a step see another step'
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate as running_sum
 from typing import Any, Protocol
 
@@ -20,6 +21,9 @@ from torch import Tensor
 
 from flatpeak.workers.buckets import Bucket, BucketIndex, Piece
 from flatpeak.workers.streams import Streams, Synchronous
+
+InPlace = Callable[[int, int], bool]
+"""Whether a bucket's weights, by its index and version, are where they are wanted already."""
 
 
 def clipping_factor(norm: float, max_norm: float | None) -> float | None:
@@ -50,15 +54,12 @@ class BucketHome(Protocol):
 
     def wait_version(self, i: int, version: int, *, timeout_s: float) -> None: ...
 
-    def copying(
-        self, i: int, version: int, places: Sequence[tuple[int, Tensor]]
-    ) -> Callable[[], None]:
-        """What copies elements [offset, offset + n) of the weights of `version` to each target [n],
-        to be done at once."""
+    def read_places(self, i: int, version: int, places: Sequence[tuple[int, Tensor]]) -> None:
+        """Copies elements [offset, offset + n) of the weights of `version` to each out [n]."""
         ...
 
     def check_version(self, i: int, version: int) -> None:
-        """Raises `ClusterError` when what `copying` copied since may be of another version."""
+        """Raises `ClusterError` when what `read_places` has copied may be of another version."""
         ...
 
     def count_before(self, version: int, *, rank: int) -> int: ...
@@ -221,22 +222,22 @@ class GradientStream:
         timeout_s: float,
         streams: Streams | None = None,
         after: Sequence[Any] = (),
-        in_place: Callable[[int, int], bool] = lambda bucket, version: False,
+        in_place: InPlace | None = None,
     ) -> None:
         """Copy the weights of `version` to their places; returns when all of them are there.
 
         Waits for one bucket after the other, each at most `timeout_s`, and lets the copies of one
-        run, on a lane of `streams` and after the marks `after`, while it waits for the next. A
-        bucket whose index and version are `in_place` is waited for and not copied. Raises
-        `WaitTimeout`, and `ClusterError` when an arena has gone past `version`.
+        run, on a lane of `streams` and after the marks `after`, while it waits for the next. What
+        is `in_place` is waited for and not copied. Raises `WaitTimeout`, and `ClusterError` when an
+        arena has gone past `version`.
         """
         streams, mark, copied = streams or Synchronous(), None, []
         for delivery in deliveries:
             home = self._home[delivery.bucket]
             home.wait_version(delivery.bucket, version, timeout_s=timeout_s)
-            if not in_place(delivery.bucket, version):
-                copy = home.copying(delivery.bucket, version, delivery.places)
-                mark = streams.issue("weights", copy, after=after)
+            if in_place is None or not in_place(delivery.bucket, version):
+                read = partial(home.read_places, delivery.bucket, version, delivery.places)
+                mark = streams.issue("weights", read, after=after)
                 copied.append((home, delivery.bucket))
         if copied:
             streams.finish(mark)  # a lane keeps the order: all others have ended before

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flatpeak.workers.errors import WaitTimeout
-from flatpeak.workers.gradients import Delivery, GradientStream
+from flatpeak.workers.gradients import Delivery, GradientStream, InPlace
 from flatpeak.workers.model import LocalParameter, ShardedModel
 from flatpeak.workers.partition import parts
 from flatpeak.workers.streams import streams_of
@@ -44,8 +44,8 @@ class WeightRefresh:
     """Brings the weights of `sharded` out of `stream` before the modules that use them are called.
 
     `begin` opens a step, `finish` closes it. All ranks call the modules in the same order, so the
-    broadcasts among replicas, which are collective, meet each other. `in_place` names buckets, by
-    index and version, of which this rank has the weights already.
+    broadcasts among replicas, which are collective, meet each other. What is `in_place` here is
+    waited for and not copied.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class WeightRefresh:
         stream: GradientStream,
         *,
         timeout_s: float,
-        in_place: Callable[[int, int], bool] = lambda bucket, version: False,
+        in_place: InPlace | None = None,
     ) -> None:
         self.report = RefreshReport()
         self._sharded, self._stream = sharded, stream

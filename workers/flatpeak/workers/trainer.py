@@ -180,9 +180,11 @@ class Trainer:
         self._slab, self._remote = boundaries, remote
         self._stream = GradientStream(own, mapped | dict(remote))
         self._device_update = self._make_device_update(own, mapped)
-        beside = {} if self._device_update is None else {"in_place": self._device_update.in_place}
         self._refresh = WeightRefresh(
-            self.sharded, self._stream, timeout_s=self.spec.cluster.peer_timeout_s, **beside
+            self.sharded,
+            self._stream,
+            timeout_s=self.spec.cluster.peer_timeout_s,
+            in_place=self._device_update and self._device_update.in_place,
         )
         region = boundaries.slab()[slab.offset : slab.offset + slab.nbytes]
         self._offload = CheckpointOffload(region, host_budget=slab.nbytes)

@@ -1,7 +1,7 @@
 """A worker's side of an arena on another node."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Self
@@ -88,21 +88,16 @@ class RemoteArena:
         with self._weights.asking(header, timeout_s) as answers:
             self._known[i] = next(answers)[0].version
 
-    def copying(
-        self, i: int, version: int, places: Sequence[tuple[int, Tensor]]
-    ) -> Callable[[], None]:
-        """As `Arena.copying`; places that follow each other are asked for at once."""
-        return lambda: self._read(i, version, places)
-
-    def check_version(self, i: int, version: int) -> None:
-        """The actor has checked what it sent."""
-
-    def _read(self, i: int, version: int, places: Sequence[tuple[int, Tensor]]) -> None:
+    def read_places(self, i: int, version: int, places: Sequence[tuple[int, Tensor]]) -> None:
+        """As `Arena.read_places`; places that follow each other are asked for at once."""
         for offset, outs in _runs(places):
             size = sum(out.numel() for out in outs)
             header = Header(Kind.READ, i, offset, size, version=version)
             with self._weights.asking(header) as answers:
                 _fill(outs, (values for _, values in answers))
+
+    def check_version(self, i: int, version: int) -> None:
+        """The actor has checked what it sent."""
 
     # Gradients
 

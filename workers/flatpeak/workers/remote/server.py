@@ -147,7 +147,8 @@ class _Service:
         for start in range(header.offset, stop, step):
             place = self._link.room(dtype, min(step, stop - start))
             try:
-                weights = self._arena.weights_of(header.bucket, header.version)
+                self._arena.check_version(header.bucket, header.version)
+                weights = self._arena.weights(header.bucket)
                 for at, part in enumerate(place.split(_BLOCK)):
                     part.copy_(weights[start + at * _BLOCK :][: len(part)])
                 self._arena.check_version(header.bucket, header.version)
