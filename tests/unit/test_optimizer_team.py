@@ -84,8 +84,8 @@ class World:
         answers = {}
         for who, ref in refs.items():
             if ref.answer is None:
-                assert who in mortal, f"{who} was not to die"
-                raise Died(who, RunFailed(f"{who} died: in {ref.call[0]}"), answers)
+                cause = RunFailed(f"{who} died: in {ref.call[0]}")
+                raise Died(who, cause, answers) if who in mortal else cause
             answers[who] = ref.answer
         return answers
 
@@ -208,3 +208,12 @@ def test_a_stop_while_one_is_replaced_leaves_nothing_owed():
         "actor 2: snapshot",
     )
     assert len(world.started) == 3
+
+
+def test_the_death_of_an_actor_with_links_to_workers_is_final():
+    world = World((1, "update"))
+    world.team.linked = {"optimizer 1"}
+    world.team.update(UPDATE, beside={})
+    with pytest.raises(RunFailed, match="optimizer 1"):
+        gather(world, world.team.updates)
+    assert len(world.started) == 2

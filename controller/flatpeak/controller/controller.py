@@ -258,6 +258,8 @@ class Controller:
         timeout = self.spec.cluster.start_timeout_s
         remote = remote_ranks(buckets, self._workers, self._optimizers)
         serve = {actor: self._optimizers[actor] for actor in remote}
+        # What a worker had sent to one that dies, and nobody confirmed, is lost with it.
+        self._team.linked = {actor.name for actor in serve.values()}
         refs = {a.name: a.handle.serve.remote(remote[index]) for index, a in serve.items()}
         addresses = self._collect(refs, "opening the arenas to other nodes", timeout)
         attach = {}

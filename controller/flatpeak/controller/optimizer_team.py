@@ -48,6 +48,7 @@ class OptimizerTeam:
     `actors` (by index) may still grow. `successor` starts one in the place of a dead one,
     `arena_path` says what it is to attach to, within `start_timeout_s`. `updates` and `parts` are
     the answers under way, by who gives them: of the last update and of the snapshot after it.
+    `linked` are actors with connections that no successor can take over: their death is final.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class OptimizerTeam:
         self.last = Update(0, 0.0, None)
         self.updates: dict[str, Any] = {}
         self.parts: dict[str, Any] = {}
+        self.linked: Container[str] = ()
         self._folder = ""
         self._deaths: Counter[tuple[str, int]] = Counter()
         self._successor, self._arena_path, self._end = successor, arena_path, end
@@ -89,7 +91,7 @@ class OptimizerTeam:
         and `RunFailed` when one dies again and again.
         """
         answers: dict[str, Any] = {}
-        mortal = {actor.name for actor in self.actors}
+        mortal = {actor.name for actor in self.actors if actor.name not in self.linked}
         while waiting := {
             who: ref for refs in pending for who, ref in refs.items() if who not in answers
         }:
