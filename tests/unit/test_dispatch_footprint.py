@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -263,7 +264,7 @@ def test_a_budget_below_one_token_at_a_time_is_refused_with_one_that_works(hot: 
     first, second = run_ranks(2, _refusal, ids)
     assert first == second
     assert "dispatch budget_bytes is 1000, but one token at a time takes" in first
-    smallest = int(first.split("the smallest legal value for it is ")[1].split(",")[0])
+    smallest = int(first.split("set it to at least ")[1].split(",")[0])
     for ((increment, chunks),) in run_ranks(2, _within_budgets, ids, [smallest]):
         assert increment <= smallest
         assert chunks >= 79
@@ -272,9 +273,28 @@ def test_a_budget_below_one_token_at_a_time_is_refused_with_one_that_works(hot: 
 
 
 def _refused_below(rank: int, ids: list[torch.Tensor], smallest: int) -> bool:
-    with pytest.raises(InputError, match=f"legal value for it is {smallest}"):
+    with pytest.raises(InputError, match=f"set it to at least {smallest}"):
         _within_budgets(rank, ids, [smallest - 1])
     return True
+
+
+@pytest.mark.parametrize("foreign", [0, 2, 4, 6])
+def test_the_budget_that_holds_for_any_routing_holds_for_one_without_foreign_experts(foreign: int):
+    module = PlainExperts(2, hidden=64, intermediate=8)
+    module.num_experts = 8
+    layout = read_layout(module)
+    parameters = [module.get_parameter(name) for name in layout.names]
+    sizes = layer_sizes(layout, parameters, torch.empty(1, 64), torch.empty(1, 4))
+    least = smallest_budget(sizes, experts=8, ranks=4, tokens=1000, max_foreign=foreign)
+    routing = assumed_routing(
+        [random_ids(1000, 8, 4, seed=rank) for rank in range(4)],
+        rank=0,
+        experts=8,
+        options=DispatchOptions(budget_bytes=least, max_foreign_experts=foreign),
+        footprint=partial(dispatch_bytes, sizes),
+    )
+    assert not routing.plan.moves_weights
+    assert 0 < routing.planned_bytes <= least
 
 
 def test_an_evaluation_without_autograd_keeps_a_budget_too():

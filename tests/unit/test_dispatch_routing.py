@@ -284,6 +284,7 @@ def _message_for_other_options(rank: int) -> str:
         ("capacity_factor", 0.9, "1.0"),
         ("balance_above", float("nan"), "1.0"),
         ("capacity_factor", float("inf"), "1.0"),
+        ("balance_above", 10**400, "1.0"),
         ("budget_bytes", 0, "1"),
         ("tokens_per_chunk", "4", "1"),
         ("max_chunks", 2.0, "1"),

@@ -279,6 +279,28 @@ REFUSALS = {
         ["model.config.x=2020-13-01"],
         "--set 'model.config.x=2020-13-01' is not valid YAML: month must be in 1..12",
     ),
+    "tag that does not suit": (
+        ["train.steps=!!bool x"],
+        "--set 'train.steps=!!bool x' is not valid YAML: 'x'",
+    ),
+    "tag without a value": (
+        ["train.steps=!!int ''"],
+        "--set \"train.steps=!!int ''\" is not valid YAML: string index out of range",
+    ),
+    "path that is none": (
+        [r'runs_dir="a\0"'],
+        "--set 'runs_dir=\"a\\\\0\"': runs_dir = 'a\\x00': should be a path that a file system can "
+        "hold",
+    ),
+    "host that is none": (
+        ["metrics.host=a..b"],
+        "--set 'metrics.host=a..b': metrics.host = 'a..b': should be the name or address of a "
+        "host, or node",
+    ),
+    "empty path": (
+        ["data.source=''"],
+        "--set \"data.source=''\": data.source = '': string should have at least 1 character",
+    ),
     "unknown choice": (
         ["train.dtype=fp8"],
         "--set 'train.dtype=fp8': train.dtype = 'fp8': should be 'float32' or 'bfloat16'",
@@ -555,3 +577,31 @@ def test_divisors_are_all_of_them_ascending(number):
 def test_the_divisors_of_a_huge_number_of_workers_come_at_once():
     assert len(divisors(10**9)) == 100
     assert divisors(10**9)[-2:] == [5 * 10**8, 10**9]
+
+
+def test_overrides_that_go_deeper_than_any_setting_are_refused(tmp_path: Path):
+    path = tmp_path / "job.yaml"
+    path.write_text("run: x\n")
+    with pytest.raises(SpecError, match="deeper than 64 levels"):
+        load_spec(path, [".".join(["a"] * 5000) + "=1"])
+
+
+def test_aliases_that_multiply_are_refused_at_once(tmp_path: Path):
+    path = tmp_path / "job.yaml"
+    lines = ["  a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    for level in range(1, 12):
+        inner = ", ".join([f"*a{level - 1}"] * 9)
+        lines.append(f"  a{level}: &a{level} [{inner}]")
+    path.write_text("run: x\nmodel: {config: {\n" + ",\n".join(lines) + "}}\n")
+    with pytest.raises(SpecError, match="more than 100,000 values"):
+        load_spec(path)
+
+
+def test_many_unknown_keys_are_counted_and_strange_ones_quoted(tmp_path: Path):
+    path = tmp_path / "job.yaml"
+    path.write_text("run: x\n" + "".join(f"key{n}: 1\n" for n in range(500)) + '"\\e[31m": 1\n')
+    with pytest.raises(SpecError) as refused:
+        load_spec(path)
+    assert "and 482 more" in str(refused.value)
+    assert "\x1b" not in str(refused.value)
+    assert str(refused.value).count("\n") <= 22

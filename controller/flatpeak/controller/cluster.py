@@ -12,6 +12,7 @@ import torch
 
 from flatpeak.controller.runs import RunEvent
 from flatpeak.controller.spec import ClusterSpec, Spec
+from flatpeak.controller.spec_values import shown
 from flatpeak.workers.errors import ClusterError, DoesNotFit, SpecError
 from flatpeak.workers.host_memory import node_path, room
 from flatpeak.workers.metrics import NODE
@@ -117,10 +118,15 @@ def _check_address(address: str) -> None:
     if address == "auto":
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and int(port) < 2**16):
+        raise SpecError(
+            f"cluster.address = {shown(address)} is no address; give host:port of the head of a "
+            "Ray cluster, auto to find one, or local to start one here"
+        )
     # Ray retries a dead address for minutes; a plain connection answers at once.
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-    except (OSError, ValueError, OverflowError) as error:
+    except (OSError, UnicodeError) as error:
         raise ClusterError(
             f"no Ray cluster answers at cluster.address = {address}: {error}; give host:port "
             "of its head, or local to start one here"
@@ -169,8 +175,9 @@ def _check_port(setting: str, host: str, port: int) -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise SpecError(
-                f"{setting} = {port} cannot be had at {host} of this machine: {error.strerror}; "
+                f"{setting} = {port} cannot be had at {host} of this machine: {reason}; "
                 "0 takes any free port"
             ) from None

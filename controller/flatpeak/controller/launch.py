@@ -5,6 +5,7 @@ and no arena.
 """
 
 import math
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -48,7 +49,7 @@ def resolve(spec: Spec) -> Spec:
 
     Raises the error of the first thing that cannot work: model, degrees, checkpoint, machine, data.
     """
-    snapshot_to_resume(spec, Path(spec.runs_dir).expanduser() / spec.run)
+    snapshot_to_resume(spec, Path(os.path.expanduser(spec.runs_dir)) / spec.run)
     config = checkpoint.load_config(path=spec.model.path, config=spec.model.config)
     experts, heads = checkpoint.num_experts(config), checkpoint.attention_heads(config)
     vocab_size = checkpoint.vocab_size(config)

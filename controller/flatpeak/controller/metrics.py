@@ -1,5 +1,6 @@
 """What the controller exports of a run, and where the other processes export theirs."""
 
+import os
 import time
 from collections import deque
 from pathlib import Path
@@ -97,7 +98,7 @@ def _token_in(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        token = Path(path).expanduser().read_text("ascii").strip()
+        token = Path(os.path.expanduser(path)).read_text("ascii").strip()
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
         raise SpecError(

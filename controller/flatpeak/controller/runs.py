@@ -176,7 +176,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         on with. Raises SpecError when that run is alive, when there is one and `resume` is off, and
         when the folder cannot be written.
         """
-        folder = cls(Path(spec.runs_dir).expanduser() / spec.run)
+        folder = cls(Path(os.path.expanduser(spec.runs_dir)) / spec.run)
         info = RunInfo(
             run=spec.run,
             host=socket.gethostname(),
@@ -208,7 +208,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 f"no run {run!r} in {runs_dir}; "
                 + (f"there are {', '.join(names)}" if names else "it holds no run at all")
             )
-        return cls(Path(runs_dir).expanduser() / run)
+        return cls(Path(os.path.expanduser(runs_dir)) / run)
 
     @property
     def snapshots(self) -> Path:
@@ -356,7 +356,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
 def list_runs(runs_dir: str | Path) -> list[RunFolder]:
     """The run folders in `runs_dir`, by name; raises InputError when it is a file."""
-    folder = Path(runs_dir).expanduser()
+    folder = Path(os.path.expanduser(runs_dir))
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{runs_dir} is no directory; give the one of the runs, like runs")
     return [RunFolder(path.parent) for path in sorted(folder.glob("*/run.json")) if path.is_file()]

@@ -20,8 +20,10 @@ from flatpeak.controller.spec_values import (
     Count,
     CountOrZero,
     FloatOrZero,
+    Host,
     JsonLike,
     Multiple,
+    PathText,
     PositiveFloat,
     Processes,
     Seconds,
@@ -46,7 +48,7 @@ class Section(BaseModel):
 
 
 class ModelSpec(Section):
-    path: str | None = None
+    path: PathText | None = None
     """Hugging Face directory with config.json and safetensors; give this or `config`."""
     config: JsonLike | None = None
     """Inline Hugging Face config with `model_type`; the weights are then random."""
@@ -73,15 +75,15 @@ class ModelSpec(Section):
 
 
 class DataSpec(Section):
-    source: str = "stdlib"
+    source: PathText = "stdlib"
     """stdlib is the source code of Python's library; else a file or directory of documents."""
-    tokenizer: str = "bytes"
+    tokenizer: PathText = "bytes"
     """bytes is built in, one token a byte; else a Hugging Face tokenizer directory."""
     text_column: str = "text"
     """Column (Parquet) or key (JSONL) that holds a document's text."""
     tokens_column: str | None = None
     """Column with ready token ids; skips the tokenizer when given."""
-    cache_dir: str = "~/.cache/flatpeak"
+    cache_dir: PathText = "~/.cache/flatpeak"
     """Holds tokenized documents; a cache that persists makes later starts faster."""
 
 
@@ -156,7 +158,7 @@ class ClusterSpec(Section):
     """Cores and threads a worker gets; matters most on device cpu."""
     cpus_per_optimizer: Annotated[int, Field(ge=1, le=1024)] = 1
     """Cores and threads an optimizer actor gets; more shortens the update."""
-    shm_dir: str = "/dev/shm"
+    shm_dir: PathText = "/dev/shm"
     """Directory of the arenas: 16 bytes a parameter, boundaries. ~ and $NAME are each node's."""
     rendezvous_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port at which the workers meet; 0 takes any free one."""
@@ -253,11 +255,11 @@ class MetricsSpec(Section):
     """Attribute memory peaks to components; under 1 % of a step on CUDA, more on CPU."""
     export: bool = True
     """Serve Prometheus metrics from every process, each at a port of its own."""
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address to serve at; `node` takes the one by which the Ray cluster knows each node."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the controller, which lists the others' at /targets; 0 takes any free one."""
-    token_file: str | None = None
+    token_file: PathText | None = None
     """File with a bearer token that scrapers must send; null asks for none."""
     window_s: PositiveFloat = 60.0
     """How long a peak stays in the window metric: a few scrape intervals."""
@@ -268,7 +270,7 @@ class MetricsSpec(Section):
 class Spec(Section):
     run: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)
     """Name of the run and of its folder: a-z, 0-9, dot, dash and underscore."""
-    runs_dir: str = "runs"
+    runs_dir: PathText = "runs"
     """Directory of the run folders."""
     resume: bool = False
     """Go on from the newest snapshot of an earlier run of this name, if there is one."""

@@ -118,7 +118,11 @@ _Loader.add_implicit_resolver(
 def _read_yaml(text: str, *, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # or 0x_, or a 13th month
+    except (
+        yaml.YAMLError,
+        *(ValueError, OverflowError),  # 0x_, or a 13th month
+        *(LookupError, AttributeError, TypeError),  # a tag that does not suit its value
+    ) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         what = getattr(error, "problem", None) or str(error)
@@ -130,6 +134,8 @@ def _overridden(data: Any, override: str) -> Any:
     keys = path.strip().split(".")
     if not equals or not all(keys):
         raise SpecError(f"--set {override!r} is no assignment; write it like --set train.steps=20")
+    if len(keys) > MOST_DEPTH:
+        raise SpecError(f"--set {shown(override)} goes deeper than {MOST_DEPTH} levels")
     value = _read_yaml(text, source=f"--set {override!r}")
     return _with_value(data, keys, value, override)
 

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ValidationError
 
 from flatpeak.controller.spec_values import name_of, shown
 
+_MOST_SHOWN = 20
+
 
 def describe_problems(
     error: ValidationError,
@@ -36,7 +38,8 @@ def describe_problems(
 def _together(problems: list[str]) -> str:
     if len(problems) == 1:
         return problems[0]
-    return "\n  ".join([f"{len(problems)} problems", *problems])
+    left = [f"and {len(problems) - _MOST_SHOWN} more"] if len(problems) > _MOST_SHOWN else []
+    return "\n  ".join([f"{len(problems)} problems", *problems[:_MOST_SHOWN], *left])
 
 
 def _origin(path: list[str], complaint: str, source: str, overrides: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ LEAST_NORMAL_FP32, LARGEST_FP32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 MOST_PROCESSES = 16_384
 MOST_SECONDS = 30 * 24 * 3600.0
 MOST_DEPTH = 64
+MOST_VALUES = 100_000
 
 
 def _counted(value: Any) -> Any:
@@ -36,9 +37,22 @@ def _held_by_fp32(value: float) -> float:
 
 def _json_like(value: Any) -> Any:
     """A model's configuration, of which the fields belong to others; raises at what no JSON has."""
+    if _values_in(value, {}) > MOST_VALUES:
+        raise ValueError(f"it has more than {MOST_VALUES:,} values, with those of aliases")
     if problem := _problem_in(value, (), 0):
         raise ValueError(problem)
     return value
+
+
+def _values_in(value: Any, counted: dict[int, int]) -> int:
+    """How many there are with aliases written out; in no more time than without."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in counted:
+        counted[id(value)] = 0  # as long as it is counted: what holds itself is refused elsewhere
+        inner = value.values() if isinstance(value, dict) else value
+        counted[id(value)] = 1 + sum(_values_in(each, counted) for each in inner)
+    return counted[id(value)]
 
 
 def _problem_in(value: Any, path: tuple[str, ...], depth: int) -> str | None:
@@ -59,8 +73,14 @@ def _problem_in(value: Any, path: tuple[str, ...], depth: int) -> str | None:
 
 
 def name_of(key: Any) -> str:
-    """A key as a dotted path has it."""
-    return key if isinstance(key, str) else shown(key)
+    """A key as a dotted path has it; what would garble a terminal is quoted."""
+    return shortened(key) if isinstance(key, str) and key.isprintable() else shown(key)
+
+
+def _one_path(text: str) -> str:
+    if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise PydanticCustomError("path", "should be a path that a file system can hold")
+    return text
 
 
 def shown(value: Any) -> str:
@@ -78,6 +98,12 @@ def shortened(text: str) -> str:
     return text if len(text) <= 120 else text[:120] + "..."
 
 
+def _one_host(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_:-]{1,63}(\.[A-Za-z0-9_-]{1,63})*", text) or len(text) > 253:
+        raise PydanticCustomError("host", "should be the name or address of a host, or node")
+    return text
+
+
 Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1, le=LARGEST_INT)]
 CountOrZero = Annotated[int, Field(ge=0, le=LARGEST_INT)]
@@ -90,4 +116,6 @@ FloatOrZero = Annotated[float, Field(ge=0), AfterValidator(_held_by_fp32)]
 Beta = Annotated[float, Field(ge=0, le=0.9999999), AfterValidator(_held_by_fp32)]
 Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 Multiple = Annotated[float, Field(ge=1, le=1e6)]
+PathText = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_one_path)]
+Host = Annotated[str, AfterValidator(_one_host)]
 JsonLike = Annotated[dict[str, Any], AfterValidator(_json_like)]

@@ -22,7 +22,7 @@ _CGROUPS = {
 
 def node_path(text: str) -> Path:
     """A path of the job with `~` and `$NAME` as they are on this node."""
-    return Path(os.path.expandvars(text)).expanduser()
+    return Path(os.path.expanduser(os.path.expandvars(text)))
 
 
 @dataclass(frozen=True, order=True)

@@ -33,12 +33,12 @@ class Grafana:
 
     def __init__(self, url: str, token: str, *, timeout_s: float = _TIMEOUT_S) -> None:
         self.url = url.rstrip("/")
-        parts = urlsplit(self.url)
         try:
+            parts = urlsplit(self.url)
             port = parts.port
-        except ValueError:
-            port = -1
-        if port == -1 or parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        except ValueError:  # a bracket without its pair, or a port beyond the last
+            parts, port = urlsplit(""), None
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
             raise InputError(
                 f"{url} is no address of a Grafana; give one like http://localhost:3000"
             )

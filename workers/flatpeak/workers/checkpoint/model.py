@@ -29,9 +29,11 @@ def build_meta_model(config: PreTrainedConfig) -> PreTrainedModel:
         LookupError,
         RuntimeError,
         AssertionError,
+        ImportError,
     ) as reason:
         raise SpecError(
-            f"a {config.model_type} of these sizes cannot be built: {reason}"
+            f"a {config.model_type} of this configuration cannot be built: "
+            f"{type(reason).__name__}: {reason}"
         ) from reason
     if not moe_layers(model):
         raise SpecError(

@@ -132,8 +132,7 @@ class Bounds:
             fewer = f", less with fewer max_foreign_experts than {foreign}" if foreign else ""
             raise InputError(
                 f"dispatch budget_bytes is {self.options.budget_bytes}, but one token at a time "
-                f"takes {needed} with the routing of this layer; the smallest legal value for it "
-                f"is {needed}{fewer}"
+                f"takes {needed} with the routing of this layer; set it to at least {needed}{fewer}"
             )
         return Cut(steps, groups) if steps else None
 

@@ -4,7 +4,7 @@ A backward pass takes more than a forward pass, so it alone counts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -243,4 +243,8 @@ def smallest_budget(
         instances=experts + ranks * foreign,
         held=-(-experts // ranks) + foreign,
     )
-    return dispatch_bytes(sizes, one_token)
+    # Of more instances fewer chunks are counted at once, so those in between may take more.
+    return max(
+        dispatch_bytes(sizes, replace(one_token, instances=instances))
+        for instances in range(experts, one_token.instances + 1)
+    )

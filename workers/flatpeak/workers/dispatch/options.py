@@ -1,9 +1,10 @@
 """What a job may choose about expert dispatch. Fixed at launch, the same on every rank."""
 
 from dataclasses import dataclass
-from math import inf
 
 from flatpeak.workers.errors import InputError
+
+_LARGEST = 10**300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +47,8 @@ class DispatchOptions:
     def _check(self, name: str, kind: type, smallest: float) -> None:
         value = getattr(self, name)
         fits = type(value) is int or (kind is float and type(value) is float)
-        # Written so that NaN is refused too.
-        if not (fits and inf > value >= smallest):
+        # Written so that NaN is refused too; what is larger is no float.
+        if not (fits and _LARGEST >= value >= smallest):
             what = "an integer" if kind is int else "a number"
             raise InputError(
                 f"dispatch {name} is {value!r}; it should be {what}, and the smallest legal value "

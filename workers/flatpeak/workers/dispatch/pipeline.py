@@ -135,18 +135,19 @@ class _Layer:
                 )
 
     def check_tokens(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        given = {"hidden": hidden, "expert_ids": ids, "expert_weights": weights}
+        if odd := [name for name, value in given.items() if not isinstance(value, torch.Tensor)]:
+            kinds = ", ".join(f"{name} a {type(given[name]).__name__}" for name in odd)
+            raise InputError(f"{kinds} where tensors are wanted, one row a token")
         width = self.layout.view(self.parameters[UP]).shape[-2]
         shapes = hidden.dim() == ids.dim() == 2 and len(hidden) == len(ids)
         shapes = shapes and weights.shape == ids.shape and hidden.shape[1] == width
         floats = hidden.is_floating_point() and weights.is_floating_point()
         if shapes and floats and ids.dtype in _ID_DTYPES:
             return
-        given = ", ".join(
-            f"{name} {tuple(tensor.shape)} {tensor.dtype}"
-            for name, tensor in (("hidden", hidden), ("expert_ids", ids), ("weights", weights))
-        )
+        found = ", ".join(f"{name} {tuple(x.shape)} {x.dtype}" for name, x in given.items())
         raise InputError(
-            f"{given} do not belong together: pass floats [N, {width}], integers [N, k] and floats "
+            f"{found} do not belong together: pass floats [N, {width}], integers [N, k] and floats "
             "[N, k]"
         )
 

@@ -68,9 +68,10 @@ class MetricsServer:
             self._server = make_server(
                 serving.host, serving.port, app, server_class=_Server, handler_class=_Quiet
             )
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise ClusterError(
-                f"metrics cannot be served at {serving.host}:{serving.port}: {error.strerror}; "
+                f"metrics cannot be served at {serving.host}:{serving.port}: {reason}; "
                 "set metrics.port to a free one, 0 for any, and metrics.host to an address of "
                 "this machine"
             ) from None

@@ -88,6 +88,8 @@ def _tensor_problems(inputs: Inputs, devices: tuple[str, ...]) -> Iterator[str]:
             yield f"{name} has the layout {x.layout}; it must be strided, as {name}.to_dense() is"
         elif x.device.type == "meta":
             yield f"{name} is on the meta device, where tensors have no values; pass a real one"
+        elif x.numel() and not x.untyped_storage().nbytes():
+            yield f"{name} has no storage any more; gather or materialise it before the call"
         elif x.device != inputs.hidden.device:
             yield (
                 f"{name} is on {x.device}, but hidden is on {inputs.hidden.device}; pass"
