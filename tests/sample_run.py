@@ -22,7 +22,12 @@ STEP = StepRecord(
     step_seconds=2.0,
     peak_bytes={"dispatch": 3 * 2**20, "attention": 2**20, "total": 5 * 2**20},
     device_budget_bytes=10 * 2**20,
-    dispatch={"imbalance_before": 2.0, "imbalance_after": 1.1, "planned_bytes": 2.0 * 2**20},
+    dispatch={
+        "imbalance_before": 2.0,
+        "imbalance_after": 1.1,
+        "planned_bytes": 2.0 * 2**20,
+        "budget_bytes": 4.0 * 2**20,
+    },
     optimizer={"exposed_s": 0.1},
     first_sample=0,
     last_sample=7,

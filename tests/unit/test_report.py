@@ -19,7 +19,7 @@ from tiny_models import tiny_content
 CHARTS = [
     "Whole peak",
     "Peaks by component",
-    "Dispatch and its bound",
+    "Dispatch above inputs and results",
     "Loss",
     "Gradient norm",
     "Step time",
@@ -76,11 +76,11 @@ def test_a_report_has_the_figures_and_charts_of_its_run():
     text = " ".join(page.text.split())
     for said in (
         "steps 3 of 9",
-        "peak 5.0 MiB (50.0%)",
+        "total 5.0 MiB 5.0 MiB 10.0 MiB",
         "tokens a second 320",
-        "dispatch 3.0 MiB 3.0 MiB 2.0 MiB",
+        "dispatch 3.0 MiB 3.0 MiB",
         "attention 1.0 MiB 1.0 MiB",
-        "snapshot step: 2, folder: /x",
+        "snapshot snapshot of step 2",
         "run: first",
         "flatpeak 0.1.0",
     ):

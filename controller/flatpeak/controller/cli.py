@@ -193,7 +193,10 @@ def check_boards(folder: BoardsDir = Path("dashboards"), as_json: Json = False) 
 
     if differing := check_files(folder):
         names = ", ".join(map(str, differing))
-        raise InputError(f"not as this version renders them: {names}; flatpeak dashboards render")
+        raise InputError(
+            f"missing, or not as this version renders them: {names}; write them again by "
+            f"flatpeak dashboards render {folder}"
+        )
     _say("as rendered", [str(folder)], as_json=as_json)
 
 

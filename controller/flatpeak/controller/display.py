@@ -144,7 +144,7 @@ def event_line(event: RunEvent) -> str | None:
         case "snapshot":
             return f"snapshot of step {detail['step']}"
         case "optimizer_lost":
-            return detail["reason"]
+            return f"{detail['actor']} died at step {detail['step']}; another takes its place"
         case "optimizer_replaced":
             return f"{detail['actor']} replaced in {detail['seconds']:.1f} s"
         case "warning":

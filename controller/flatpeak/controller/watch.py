@@ -119,15 +119,14 @@ def _progress(info: RunInfo, seen: Seen, last: StepRecord) -> list[str]:
 
 
 def _peaks(seen: Seen, last: StepRecord) -> Table:
-    bounds = {TOTAL: last.device_budget_bytes, "dispatch": last.dispatch.get("budget_bytes")}
-    scale = max([1, *seen.highest.values(), bounds[TOTAL] or 0])
+    scale = max([1, *seen.highest.values()])
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, justify in (("peak", "left"), ("", "left"), ("last", "right"), ("highest", "right")):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("bound", justify="right", no_wrap=True)
     for name in sorted(seen.highest, key=lambda name: (name != TOTAL, -seen.highest[name])):
-        bound = bounds.get(name)
-        near = bound is not None and name == TOTAL and seen.highest[name] > 0.95 * bound
+        bound = last.device_budget_bytes if name == TOTAL else None
+        near = bound is not None and seen.highest[name] > 0.95 * bound
         table.add_row(
             Text(name),
             ProgressBar(
@@ -149,13 +148,16 @@ def _operators(last: StepRecord) -> Iterator[str]:
     if dispatch.get("chunks"):
         yield (
             f"dispatch   imbalance {dispatch['imbalance_before']:.2f}, as planned "
-            f"{dispatch['imbalance_after']:.2f}; {dispatch['chunks']:.0f} chunks, "
-            f"{dispatch['foreign_experts']:.0f} foreign experts"
+            f"{dispatch['imbalance_after']:.2f}; chunks {dispatch['chunks']:.0f}, "
+            f"foreign experts {dispatch['foreign_experts']:.0f}"
         )
+    if (budget := dispatch.get("budget_bytes")) is not None:
+        planned = memory(int(dispatch["planned_bytes"] or 0), int(budget))
+        yield f"           {planned} of its budget above inputs and results"
     if optimizer.get("buckets"):
         yield (
             f"optimizer  {optimizer['overlapped_buckets']:.0f} of {optimizer['buckets']:.0f} "
-            f"buckets beside the forward pass, which waited {optimizer['exposed_s']:.3f} s"
+            f"buckets updated beside the forward pass; it waited {optimizer['exposed_s']:.3f} s"
         )
 
 

@@ -100,15 +100,9 @@ def _overview() -> Json:
                         f"max by (component) ({_parts('peak_window_bytes')})",
                         "{{component}}",
                     ),
-                    Query(
-                        f"max by (component) ({_of_ranks('peak_planned_bytes')})",
-                        "bound of {{component}}",
-                        is_bound=True,
-                    ),
                 ),
                 help="Highest device memory of each component within the window; components peak "
-                "at different times, so they do not add up to the total. A bound counts what is "
-                "above a component's inputs and results.",
+                "at different times, so they do not add up to the total.",
             ),
             Panel(
                 title="Whole peak by rank",
@@ -191,18 +185,14 @@ def _dispatch() -> Json:
                 least=1,
             ),
             Panel(
-                title="Peak of dispatch",
+                title="Dispatch above inputs and results",
                 width=12,
                 unit="bytes",
                 queries=(
-                    Query(_of_ranks("peak_window_bytes", 'component="dispatch"'), "rank {{rank}}"),
-                    Query(
-                        _of_ranks("peak_planned_bytes", 'component="dispatch"'),
-                        "bound of rank {{rank}}",
-                        is_bound=True,
-                    ),
+                    Query(_of_ranks("dispatch_planned_bytes"), "rank {{rank}}"),
+                    Query(f"max({_of_ranks('dispatch_budget_bytes')})", "budget", is_bound=True),
                 ),
-                help="The peak counts a layer's results; the bound is above inputs and results.",
+                help="As planned for the worst layer, and memory.dispatch.budget_bytes.",
             ),
             Panel(
                 title="Chunks of a layer",

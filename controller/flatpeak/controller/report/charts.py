@@ -68,6 +68,7 @@ def line_chart(
         figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
         axes = figure.add_subplot()
         _draw(axes, steps, list(lines))
+        axes.margins(y=0.08)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
         if unit:

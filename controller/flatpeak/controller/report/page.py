@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jinja2
 
-from flatpeak.controller.display import GIB, MIB, memory
+from flatpeak.controller.display import GIB, MIB, event_line, memory
 from flatpeak.controller.report.charts import Line, line_chart
 from flatpeak.controller.runs import TOTAL, RunEvent, RunFolder, RunInfo, StepRecord
 from flatpeak.controller.strict_json import to_json
@@ -110,7 +110,7 @@ def _facts(info: RunInfo, steps: Sequence[StepRecord]) -> list[Fact]:
 def _peaks(steps: Sequence[StepRecord]) -> list[Peak]:
     names = {name for step in steps for name in step.peak_bytes}
     highest = {name: max(s.peak_bytes.get(name, 0) for s in steps) for name in names}
-    largest = max([1, *highest.values(), *(_bound(name, steps) or 0 for name in names)])
+    largest = max([1, *highest.values()])
     ordered = sorted(names, key=lambda name: (name != TOTAL, -highest[name]))
     found = []
     for name in ordered:
@@ -122,19 +122,15 @@ def _peaks(steps: Sequence[StepRecord]) -> list[Peak]:
                 memory(steps[-1].peak_bytes.get(name, 0), None),
                 "" if bound is None else memory(bound, None),
                 100 * highest[name] / largest,
-                None if bound is None else 100 * bound / largest,
+                None if bound is None or bound > largest else 100 * bound / largest,
             )
         )
     return found
 
 
 def _bound(component: str, steps: Sequence[StepRecord]) -> int | None:
-    """The largest bound that the component had in any step, where it had one."""
-    if component == TOTAL:
-        return steps[-1].device_budget_bytes
-    if component == "dispatch":
-        return int(max(step.dispatch.get("planned_bytes") or 0 for step in steps)) or None
-    return None
+    """The bound of a component's whole peak, where it has one."""
+    return steps[-1].device_budget_bytes if component == TOTAL else None
 
 
 def _charts(steps: Sequence[StepRecord]) -> list[Chart]:
@@ -151,13 +147,16 @@ def _charts(steps: Sequence[StepRecord]) -> list[Chart]:
     def line(name: str, of: Callable[[StepRecord], float | None], **options: object) -> Line:
         return Line(name, [of(step) for step in steps], **options)  # type: ignore[arg-type]
 
+    def level(name: str, nbytes: float) -> Line:
+        return Line(name, [nbytes / scale] * len(steps), dashed=True)
+
     components = sorted({name for step in steps for name in step.peak_bytes} - {TOTAL})
     found = []
     if components:
         budget = steps[-1].device_budget_bytes
         total = [line("whole peak", of_peak(TOTAL))]
         if budget is not None:
-            total.append(line("budget", lambda _: budget / scale, dashed=True))
+            total.append(level("budget", budget))
         found += [
             chart(
                 "Whole peak",
@@ -173,17 +172,15 @@ def _charts(steps: Sequence[StepRecord]) -> list[Chart]:
                 unit=unit,
             ),
         ]
-        if _bound("dispatch", steps):
+        dispatch_budget = steps[-1].dispatch.get("budget_bytes")
+        if dispatch_budget is not None:
             found.append(
                 chart(
-                    "Dispatch and its bound",
-                    "The peak counts a layer's results; the bound is above inputs and results.",
-                    line("peak", of_peak("dispatch")),
-                    line(
-                        "planned",
-                        lambda step: (step.dispatch.get("planned_bytes") or 0) / scale,
-                        dashed=True,
-                    ),
+                    "Dispatch above inputs and results",
+                    "What the worst layer takes, and memory.dispatch.budget_bytes, which bounds "
+                    "it.",
+                    line("dispatch", lambda step: (step.dispatch["planned_bytes"] or 0) / scale),
+                    level("budget", dispatch_budget),
                     unit=unit,
                 )
             )
@@ -214,6 +211,8 @@ def _charts(steps: Sequence[StepRecord]) -> list[Chart]:
 
 
 def _event(event: RunEvent) -> tuple[str, str, str]:
+    if (line := event_line(event)) is not None:
+        return _moment(event.time), event.kind, line
     detail = ", ".join(
         f"{key}: {value if isinstance(value, str) else to_json(value)}"
         for key, value in event.detail.items()

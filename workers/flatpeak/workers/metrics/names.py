@@ -79,12 +79,6 @@ METRICS = {
             "Highest device memory since the process started.",
             _COMPONENT,
         ),
-        Metric(
-            "peak_planned_bytes",
-            "worker",
-            "Planned bound of a component's peak, where there is one.",
-            _COMPONENT,
-        ),
         Metric("device_budget_bytes", "worker", "memory.device_budget_bytes of the job."),
         Metric("worker_step_seconds", "worker", "Time of forward and backward of the last step."),
         Metric(
@@ -105,6 +99,14 @@ METRICS = {
         ),
         Metric("dispatch_imbalance_after_ratio", "worker", "The same as planned."),
         Metric("dispatch_chunks", "worker", "Chunks that a layer was cut into, at most."),
+        Metric(
+            "dispatch_planned_bytes",
+            "worker",
+            "What dispatch takes above a layer's inputs and results, as planned, at most.",
+        ),
+        Metric(
+            "dispatch_budget_bytes", "worker", "Bound of dispatch_planned_bytes, where it is set."
+        ),
         Metric("dispatch_foreign_experts", "worker", "Experts of other ranks held at once."),
         Metric("dispatch_received_rows", "worker", "Rows received in one chunk, at most."),
         Metric("dispatch_receive_cap_rows", "worker", "memory.dispatch.receive_rows of the job."),

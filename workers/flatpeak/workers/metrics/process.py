@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
 
 from flatpeak.workers.metrics.names import METRICS, PREFIX, PROCESS_LABELS, Role
 from flatpeak.workers.metrics.windows import WindowPeak
+
+# A second series beside each counter, of its time of birth, which nothing here needs.
+disable_created_metrics()
 
 
 class ProcessMetrics:

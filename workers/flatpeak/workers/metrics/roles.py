@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from flatpeak.workers.metrics.process import ProcessMetrics
+from flatpeak.workers.settings import dispatch_budget_of
 
 if TYPE_CHECKING:
     from flatpeak.controller.spec import Spec
@@ -19,6 +20,8 @@ class WorkerMetrics(ProcessMetrics):
         memory = spec.memory
         if memory.device_budget_bytes is not None:
             self.set("device_budget_bytes", memory.device_budget_bytes)
+        if (budget := dispatch_budget_of(spec)) is not None:
+            self.set("dispatch_budget_bytes", budget)
         if memory.dispatch.receive_rows != "auto":
             self.set("dispatch_receive_cap_rows", memory.dispatch.receive_rows)
 
@@ -28,7 +31,7 @@ class WorkerMetrics(ProcessMetrics):
             self.set("peak_last_step_bytes", nbytes, component)
             self.raise_to("peak_lifetime_bytes", nbytes, component)
         if result.dispatch.planned_bytes:
-            self.set("peak_planned_bytes", result.dispatch.planned_bytes, "dispatch")
+            self.set("dispatch_planned_bytes", result.dispatch.planned_bytes)
         self.set("worker_step_seconds", result.seconds)
         self.set("optimizer_exposed_seconds", result.refresh.exposed_s)
         self.set("buckets", result.refresh.buckets)
