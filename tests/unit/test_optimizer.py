@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -903,3 +904,87 @@ def test_stand_alone_what_is_not_supported_is_said():
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     with pytest.raises(InputError, match="float16"):
         OffloadStreamAdamW(model(torch.float16).parameters())
+
+
+def test_stand_alone_a_parameter_without_state_starts_from_no_moments():
+    ours, theirs = model(), model()
+    optimizer = OffloadStreamAdamW(ours.parameters(), lr=1e-2)
+    train(ours, optimizer, range(3))
+    ours.load_state_dict(theirs.state_dict())
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    optimizer.load_state_dict(reference.state_dict())
+    train(ours, optimizer, range(3))
+    train(theirs, reference, range(3))
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", None),
+        ("lr", float("nan")),
+        ("betas", (0.9,)),
+        ("betas", (2.0, 3.0)),
+        ("weight_decay", -1.0),
+        ("maximize", True),
+        ("amsgrad", True),
+    ],
+)
+def test_stand_alone_an_option_that_cannot_work_changes_nothing(name: str, value: Any):
+    net, other = model(), model()
+    optimizer, reference = (
+        OffloadStreamAdamW(net.parameters()),
+        torch.optim.AdamW(other.parameters()),
+    )
+    train(net, optimizer, range(2))
+    train(other, reference, range(2))
+    before, usual = copy.deepcopy(net.state_dict()), optimizer.param_groups[0].get(name)
+    backward(net, 2)
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(InputError, match=f"parameter group 0: {name}"):
+        optimizer.step()
+    assert all(torch.equal(now, before[key]) for key, now in net.state_dict().items())
+    optimizer.param_groups[0][name] = usual if usual is not None else False
+    optimizer.step()
+    backward(other, 2)
+    reference.step()
+    for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("broken", "text"),
+    [
+        ({"exp_avg": torch.zeros(1)}, r"exp_avg of parameter 0 has the shape \[1\]"),
+        ({"master": torch.zeros(2, 3, 4)}, r"master of parameter 0 has the shape \[2, 3, 4\]"),
+        ({"exp_avg": None}, "state of parameter 0 is not AdamW's"),
+    ],
+    ids=["another shape", "another master", "no moment"],
+)
+def test_stand_alone_a_state_that_does_not_belong_is_refused_whole(
+    broken: dict[str, Any], text: str
+):
+    net = model()
+    optimizer = OffloadStreamAdamW(net.parameters(), lr=1e-2)
+    train(net, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    before = copy.deepcopy(state)
+    entry = {key: value for key, value in state["state"][0].items() if key not in broken}
+    state["state"][0] = entry | {key: value for key, value in broken.items() if value is not None}
+    state["param_groups"][0]["lr"] = 5.0
+    with pytest.raises(CheckpointError, match=text):
+        optimizer.load_state_dict(state)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for number, kept in before["state"].items():
+        assert all(torch.equal(after["state"][number][key], kept[key]) for key in kept)
+
+
+def test_stand_alone_a_parameter_given_twice_is_refused():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    with (
+        pytest.warns(UserWarning, match="duplicate"),
+        pytest.raises(InputError, match="given twice"),
+    ):
+        OffloadStreamAdamW([parameter, parameter])

@@ -51,7 +51,7 @@ from flatpeak.controller.step_results import check_budget, larger_shapes, step_r
 from flatpeak.controller.waiting import Interrupted, collect
 from flatpeak.workers.actors import log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
-from flatpeak.workers.errors import FlatpeakError, RunFailed
+from flatpeak.workers.errors import FlatpeakError, RunFailed, WaitTimeout
 from flatpeak.workers.metrics import Serving
 from flatpeak.workers.optimizer import clipping_factor
 from flatpeak.workers.snapshot import (
@@ -121,11 +121,13 @@ class Controller:
                 yield from self._train()
             except Interrupted:
                 end = "interrupted"
-            yield from self._keep_committed()
+            yield from self._keep_committed(self._patience_s)
             yield event(end, step=self._committed)
-        except Exception:
+        except Exception as error:
             log.exception("the run failed")
-            yield from self._keep_what_can_be()
+            # Who did not answer a whole step long will not do so now.
+            timeout = _CLOSE_S if isinstance(error, WaitTimeout) else self._patience_s
+            yield from self._keep_what_can_be(timeout)
             raise
         finally:
             self._teardown()
@@ -344,25 +346,28 @@ class Controller:
 
     # End
 
-    def _keep_committed(self) -> Iterator[Event]:
+    @property
+    def _patience_s(self) -> float:
+        # An actor may just have been replaced.
+        return self.spec.cluster.start_timeout_s + _GRACE_S
+
+    def _keep_committed(self, timeout_s: float) -> Iterator[Event]:
         """Waits for the updates under way and keeps what is committed.
 
         Workers hold no state, so an interrupted run need not wait for the step they are in.
         """
         self._ending = True
-        # An actor may just have been replaced.
-        timeout = self.spec.cluster.start_timeout_s + _GRACE_S
-        yield from self._team.gather("the last update", timeout, self._team.updates)
+        yield from self._team.gather("the last update", timeout_s, self._team.updates)
         self._committed = self._team.last.step
         yield from self._commit_snapshot()
         if self.spec.snapshots.at_end and self._committed > self._saved:
             self._begin_snapshot()
             yield from self._commit_snapshot()
 
-    def _keep_what_can_be(self) -> Iterator[Event]:
+    def _keep_what_can_be(self, timeout_s: float) -> Iterator[Event]:
         """After a failure: all state is with the optimizer actors, which may be well."""
         try:
-            yield from self._keep_committed()
+            yield from self._keep_committed(timeout_s)
         except Exception:
             log.exception("what was committed after step %d is lost", self._saved)
 

@@ -11,7 +11,7 @@ import secrets
 import tempfile
 import time
 import weakref
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ from flatpeak.workers.optimizer_options import (
     check_clip,
     check_count,
     check_group,
+    check_parameters,
+    check_state,
+    local_part,
 )
 from flatpeak.workers.streams import streams_of
 from flatpeak.workers.update_rates import measure_device_rates, measure_host_rate
@@ -284,7 +287,9 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         self._held: dict[Tensor, Range] = {}
         super().__init__(params, defaults)
         for number, options in enumerate(self.param_groups):
-            check_group(options, f"parameter group {number}: ")
+            where = f"parameter group {number}: "
+            check_group(options, where)
+            check_parameters(options["params"], where)
             _check_free(options["params"], number)
         # Buckets of two ranks never mix; here a parameter group plays the part of a rank, so that
         # each bucket has one learning rate.
@@ -336,9 +341,11 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
 
         With `group`, its ranks hold different shards and the norm is taken over all of them. A
         norm that is not finite skips the step: nothing changes but `skipped_steps`. Raises
-        `InputError` for a closure or a `clip` that is no number above 0, and changes nothing.
+        `InputError` for a closure, a `clip` that is no number above 0, and options of a group that
+        cannot work; it changes nothing then.
         """
         clip = check_clip(clip)
+        self._check_groups(self.param_groups)
         for p in self._held:
             self._take_gradient(p)
         self._stream.finish()
@@ -380,6 +387,11 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         parameter gives way to it.
         """
         state = state_dict["state"]
+        # All of it before any of it is taken over.
+        for number, (_, p) in enumerate(self._parameters()):
+            if p in self._held and number in state:
+                check_state(number, state[number], p)
+        self._check_groups(state_dict["param_groups"])
         updates = {int(entry["step"]) for entry in state.values()}
         if len(updates) > 1:
             raise CheckpointError(
@@ -387,10 +399,12 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
             )
         super().load_state_dict({**state_dict, "state": {}})
         for number, (core, p) in enumerate(self._parameters()):
-            if p in self._held and number in state:
-                entry = state[number]
+            if p in self._held:
+                # What never was updated has no state in torch: its moments are zero.
+                nothing = torch.zeros(local_part(p).shape)
+                entry = state.get(number, {"exp_avg": nothing, "exp_avg_sq": nothing})
                 values = (entry.get("master", p), entry["exp_avg"], entry["exp_avg_sq"])
-                core.load(self._held[p], *(_local(value).reshape(-1) for value in values))
+                core.load(self._held[p], *(local_part(value).reshape(-1) for value in values))
         for core in self._cores:
             core.commit_load(self._version, updates=max(updates, default=0))
 
@@ -401,18 +415,22 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         self._arena.unlink()
         self._arena.close()
 
+    def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        for number, options in enumerate(groups):
+            check_group(options, f"parameter group {number}: ")
+
     def _parameters(self) -> Iterator[tuple[OptimizerCore, Tensor]]:
         for core, group in zip(self._cores, self.param_groups, strict=True):
             for p in group["params"]:
                 yield core, p
 
     def _hold(self, p: Tensor) -> Range:
-        held = self._held[p] = Range(str(len(self._held)), 0, _local(p).numel())
+        held = self._held[p] = Range(str(len(self._held)), 0, local_part(p).numel())
         return held
 
     def _take_gradient(self, p: Tensor) -> None:
         if p.grad is not None:
-            gradient = _local(p.grad).reshape(-1)
+            gradient = local_part(p.grad).reshape(-1)
             self._stream.write(self._held[p].name, 0, gradient, accumulate=True)
             p.grad = None
 
@@ -421,13 +439,13 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         """Take over parameters that are not what the last update made them."""
         for core, p in self._parameters():
             if p in self._held:
-                weights = _local(p).reshape(-1)
+                weights = local_part(p).reshape(-1)
                 if not core.holds(self._held[p], weights):
                     core.load(self._held[p], weights)
 
     def _device(self) -> torch.device:
         """Where the parameters are."""
-        devices = {_local(p).device for p in self._held}
+        devices = {local_part(p).device for p in self._held}
         if len(devices) > 1:
             raise InputError(
                 f"the parameters are on {', '.join(sorted(map(str, devices)))}; "
@@ -459,7 +477,9 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
 
     def _targets(self) -> dict[str, Target]:
         """The parameters that an update can refresh in place: those that lie in one run."""
-        flat = {held.name: (_local(p), _local(p).reshape(-1)) for p, held in self._held.items()}
+        flat = {
+            held.name: (local_part(p), local_part(p).reshape(-1)) for p, held in self._held.items()
+        }
         return {
             name: Target(0, run)
             for name, (weights, run) in flat.items()
@@ -470,7 +490,7 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         for p, held in self._held.items():
             if held.name in done:
                 continue
-            weights = _local(p)
+            weights = local_part(p)
             flat = weights.reshape(-1)
             self._stream.fetch(held.name, 0, flat, version=self._version, timeout_s=0.0)
             if flat.data_ptr() != weights.data_ptr():  # not contiguous: reshape made a copy
@@ -478,15 +498,10 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
 
     def _core_state(self, core: OptimizerCore, p: Tensor) -> dict[str, Tensor]:
         master, exp_avg, exp_avg_sq = (
-            part.view(_local(p).shape) for part in core.read(self._held[p])
+            part.view(local_part(p).shape) for part in core.read(self._held[p])
         )
         step = torch.tensor(float(core.updates))
         return {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "master": master}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """A DTensor's own part, as the same storage; any other tensor itself."""
-    return getattr(tensor, "_local_tensor", tensor).detach()
 
 
 class _Taker:

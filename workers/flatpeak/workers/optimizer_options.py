@@ -9,14 +9,20 @@ from typing import Any
 from torch import Tensor
 
 from flatpeak.workers.arena import SUFFIX
-from flatpeak.workers.errors import InputError
+from flatpeak.workers.errors import CheckpointError, InputError
 
 
 def check_group(options: Mapping[str, Any], where: str = "") -> None:
-    """Raises InputError for `lr`, `betas`, `eps` or `weight_decay` that AdamW cannot work with.
+    """Raises InputError for `lr`, `betas`, `eps` or `weight_decay` that AdamW cannot work with, and
+    for options of `torch.optim.AdamW` that change the update and are not done here.
 
     `where` names the parameter group at the start of the message.
     """
+    for name, usual in (("amsgrad", False), ("maximize", False), ("decoupled_weight_decay", True)):
+        if options.get(name, usual) != usual:
+            raise InputError(
+                f"{where}{name} is {options[name]!r}, which is not done here; leave it"
+            )
     for name, example in (("lr", 1e-3), ("eps", 1e-8), ("weight_decay", 0.01)):
         if not 0 <= _number(options[name]) < math.inf:
             raise InputError(
@@ -30,6 +36,33 @@ def check_group(options: Mapping[str, Any], where: str = "") -> None:
             f"{where}betas is {betas!r}; it must be two numbers from 0 to below 1, "
             "for instance (0.9, 0.999)"
         )
+
+
+def check_parameters(parameters: Sequence[Any], where: str) -> None:
+    """Raises InputError for a parameter that a group holds twice."""
+    if len({id(parameter) for parameter in parameters}) < len(parameters):
+        raise InputError(f"{where}a parameter is given twice; give each of them once")
+
+
+def check_state(number: int, entry: Any, parameter: Tensor) -> None:
+    """Raises CheckpointError for what is no state of AdamW for `parameter`, which has `number`."""
+    if not isinstance(entry, Mapping) or not {"step", "exp_avg", "exp_avg_sq"} <= entry.keys():
+        raise CheckpointError(
+            f"the state of parameter {number} is not AdamW's, with step, exp_avg and exp_avg_sq"
+        )
+    shape = list(local_part(parameter).shape)
+    for name in ("exp_avg", "exp_avg_sq", "master"):
+        found = list(local_part(entry[name]).shape) if name in entry else shape
+        if found != shape:
+            raise CheckpointError(
+                f"{name} of parameter {number} has the shape {found}, but the parameter has "
+                f"{shape}: it belongs to another model"
+            )
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """A DTensor's own part, as the same storage; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor).detach()
 
 
 def check_clip(clip: Any) -> float | None:
