@@ -28,7 +28,7 @@ class Share:
     def positions(self, tokens: int, device: torch.device) -> torch.Tensor:
         """[size] int64, ascending."""
         windows = torch.arange(self.size(tokens), device=device)
-        if not self.steps:
+        if self.steps <= 1:  # none, or all of them
             return windows
         places = _turned(windows, self.steps).add_(self.step).remainder_(self.steps)
         # The last window may be cut short, so it keeps its order.
