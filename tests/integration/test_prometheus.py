@@ -108,7 +108,7 @@ def rule_queries() -> list[str]:
         side
         for rule in rules
         if "alert" in rule
-        for side in re.split(r" (?:>|==|<|and) ", rule["expr"])
+        for side in re.split(r" (?:>|==|<|and(?: on \(run\))?) ", rule["expr"])
     ]
     return [*recorded, *(side for side in sides if re.search("[a-z]", side))]
 
