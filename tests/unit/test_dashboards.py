@@ -1,5 +1,8 @@
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +78,13 @@ def test_a_bound_is_drawn_as_one(board: dict[str, Any]):
         for override in panel["fieldConfig"]["overrides"]:
             pattern = override["matcher"]["options"].strip("/")
             assert sum(bool(re.search(pattern, legend)) for legend in legends) == 1
+
+
+def test_dashboards_are_made_without_torch():
+    names = ", ".join(f"flatpeak.controller.dashboards.{name}" for name in ("files", "grafana"))
+    code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == 0
 
 
 def test_the_files_of_the_checkout_are_what_is_rendered():

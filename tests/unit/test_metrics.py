@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from flatpeak.controller.metrics import RunMetrics, serving_of
-from flatpeak.controller.runs import RunEvent, StepRecord
+from flatpeak.controller.runs import RunEvent
 from flatpeak.controller.spec import MetricsSpec
 from flatpeak.workers.boundaries import BoundaryStats
 from flatpeak.workers.dispatch import DispatchReport
@@ -23,11 +23,12 @@ from flatpeak.workers.metrics import (
     ProcessMetrics,
     Serving,
     WindowPeak,
-    WorkerMetrics,
 )
+from flatpeak.workers.metrics.roles import WorkerMetrics
 from flatpeak.workers.refresh import RefreshReport
 from flatpeak.workers.trainer import StepResult
 from local_run import tiny_spec
+from sample_run import STEP
 from tiny_models import tiny_content
 
 RESULT = StepResult(
@@ -42,17 +43,7 @@ RESULT = StepResult(
     boundaries=BoundaryStats(offloaded_bytes=11, kept_bytes=2, slab_bytes=9),
     peaks={"dispatch": 100, "total": 300},
 )
-RECORD = StepRecord(
-    step=3,
-    loss=2.5,
-    grad_norm=1.0,
-    lr=1e-3,
-    tokens=64,
-    tokens_per_s=128.0,
-    step_seconds=0.5,
-    first_sample=0,
-    last_sample=7,
-)
+RECORD = replace(STEP, step=3, tokens=64, step_seconds=0.5)
 
 
 class Clock:

@@ -3,14 +3,13 @@
 import logging
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
 import torch
 
-from flatpeak.controller.runs import RunEvent
+from flatpeak.controller.runs import RunEvent, event
 from flatpeak.controller.spec import ClusterSpec, Spec
 from flatpeak.controller.spec_values import shown
 from flatpeak.workers.errors import ClusterError, DoesNotFit, SpecError
@@ -86,7 +85,7 @@ def _warnings(cluster: ClusterSpec) -> list[RunEvent]:
         f"actors x {cluster.cpus_per_optimizer} ask for {asked} cores, this machine has {here}: "
         "steps will be slower"
     )
-    return [RunEvent(kind="warning", time=time.time(), detail={"text": text})]
+    return [event("warning", text=text)]
 
 
 def _cores_asked(cluster: ClusterSpec) -> int:

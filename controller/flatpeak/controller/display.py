@@ -176,3 +176,10 @@ def memory(peak_bytes: int | None, budget_bytes: int | None) -> str:
     if peak_bytes < GIB:
         return f"{peak_bytes / MIB:.1f} MiB{share}"
     return f"{peak_bytes / GIB:.3f} GiB{share}"
+
+
+def clock(seconds: float) -> str:
+    """A time as hours, minutes and seconds; 0 where it is less."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

@@ -5,12 +5,10 @@ and no arena.
 """
 
 import math
-import os
 import secrets
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -24,9 +22,16 @@ from flatpeak.controller.dashboards.annotations import Annotator
 from flatpeak.controller.dashboards.grafana import Grafana, token_from_environment
 from flatpeak.controller.leftovers import remove_arenas
 from flatpeak.controller.metrics import serving_of
-from flatpeak.controller.report import write_report
 from flatpeak.controller.resume import snapshot_to_resume
-from flatpeak.controller.runs import Event, RunEvent, RunFolder, StepRecord, Summary
+from flatpeak.controller.runs import (
+    Event,
+    RunFolder,
+    StepRecord,
+    Summary,
+    event,
+    highest_of,
+    runs_folder,
+)
 from flatpeak.controller.signals import StopSignals
 from flatpeak.controller.spec import Spec, check_against_model, resolve_parallel
 from flatpeak.controller.waiting import describe
@@ -49,7 +54,7 @@ def resolve(spec: Spec) -> Spec:
 
     Raises the error of the first thing that cannot work: model, degrees, checkpoint, machine, data.
     """
-    snapshot_to_resume(spec, Path(os.path.expanduser(spec.runs_dir)) / spec.run)
+    snapshot_to_resume(spec, runs_folder(spec.runs_dir) / spec.run)
     config = checkpoint.load_config(path=spec.model.path, config=spec.model.config)
     experts, heads = checkpoint.num_experts(config), checkpoint.attention_heads(config)
     vocab_size = checkpoint.vocab_size(config)
@@ -80,9 +85,8 @@ def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
     Raises FlatpeakError when it cannot, KeyboardInterrupt when SIGINT or SIGTERM ended it early;
     what was committed until then is in the last snapshot. A second signal does not wait for that.
     """
-    sweep_stale(
-        node_path(spec.cluster.shm_dir)
-    )  # first: what dead runs left takes the room of this one
+    # First: what dead runs left takes the room of this one.
+    sweep_stale(node_path(spec.cluster.shm_dir))
     spec = resolve(spec)
     # Marks what this launch makes in places that it shares with others.
     token = secrets.token_hex(4)
@@ -93,7 +97,7 @@ def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
         try:
             _drive(spec, token, follower, signals)
         except FlatpeakError as error:
-            failed = RunEvent(kind="failed", time=time.time(), detail={"reason": str(error)})
+            failed = event("failed", reason=str(error))
             folder.record(failed)
             marks(failed)
             raise
@@ -146,16 +150,16 @@ class _Follower:
         """Whether the run came to its last step."""
         return "finished" in self._kinds
 
-    def __call__(self, event: Event) -> None:
-        self.folder.record(event)
-        if isinstance(event, StepRecord):
-            self._steps.append(event)
+    def __call__(self, happened: Event) -> None:
+        self.folder.record(happened)
+        if isinstance(happened, StepRecord):
+            self._steps.append(happened)
         else:
-            self._kinds.add(event.kind)
-        self._on_event(event)
-        self._marks(event)
+            self._kinds.add(happened.kind)
+        self._on_event(happened)
+        self._marks(happened)
         if (text := self._marks.take_failure()) is not None:
-            self(RunEvent(kind="warning", time=time.time(), detail={"text": text}))
+            self(event("warning", text=text))
 
     def write_peaks(self) -> None:
         try:
@@ -163,7 +167,7 @@ class _Follower:
         except InputError as error:  # the file was damaged; that does not undo this run
             steps = self._steps
             text = f"{error}; peaks.parquet has the steps since this start only"
-            self(RunEvent(kind="warning", time=time.time(), detail={"text": text}))
+            self(event("warning", text=text))
         rows = [
             {"step": step.step, "component": component, "bytes": nbytes}
             for step in steps
@@ -175,24 +179,23 @@ class _Follower:
         pq.write_table(pa.Table.from_pylist(rows, schema), self.folder.path / "peaks.parquet")
 
     def write_report(self) -> None:
+        # Here, since it imports matplotlib, for which no run should start later.
+        from flatpeak.controller.report import write_report
+
         try:
             write_report(self.folder)
         except InputError as error:  # the records are there, and the run is what it is
             text = f"{error}; there is no report"
-            self._on_event(RunEvent(kind="warning", time=time.time(), detail={"text": text}))
+            self._on_event(event("warning", text=text))
 
     def summary(self, spec: Spec) -> Summary:
-        peaks: dict[str, int] = {}
-        for step in self._steps:
-            for component, nbytes in step.peak_bytes.items():
-                peaks[component] = max(nbytes, peaks.get(component, 0))
         return Summary(
             run=spec.run,
             folder=str(self.folder.path),
             steps=len(self._steps),
             loss=self._steps[-1].loss if self._steps else float("nan"),
             seconds=time.time() - self._began,
-            peak_bytes=peaks,
+            peak_bytes=highest_of(step.peak_bytes for step in self._steps),
             device_budget_bytes=self._steps[-1].device_budget_bytes if self._steps else None,
         )
 

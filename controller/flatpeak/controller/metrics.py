@@ -11,7 +11,7 @@ from flatpeak.controller.runs import RunEvent, StepRecord, event
 from flatpeak.controller.spec import MetricsSpec, Spec
 from flatpeak.workers.actors import at_this_node
 from flatpeak.workers.errors import ClusterError, SpecError
-from flatpeak.workers.metrics import MetricsServer, ProcessMetrics, Serving
+from flatpeak.workers.metrics import MetricsServer, ProcessMetrics, Serving, is_token
 
 _RECENT_STEPS = 32
 
@@ -105,7 +105,7 @@ def _token_in(path: str | None) -> str | None:
             f"metrics.token_file = {path} cannot be read: {reason}; put the bearer token into it, "
             "or leave the setting out to serve metrics without one"
         ) from None
-    if not token or not token.isprintable() or " " in token:
+    if not is_token(token):
         raise SpecError(
             f"metrics.token_file = {path} holds no token: one word of printable ASCII is wanted"
         )

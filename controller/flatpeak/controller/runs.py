@@ -19,7 +19,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -91,6 +91,23 @@ Event = StepRecord | RunEvent
 def event(kind: str, **detail: Any) -> RunEvent:
     """What happens now."""
     return RunEvent(kind=kind, time=time.time(), detail=detail)
+
+
+def highest_of(figures: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Each name's highest figure: peaks of ranks, or of steps. What is missing counts as 0."""
+    figures = list(figures)
+    names = sorted({name for each in figures for name in each})
+    return {name: max(each.get(name, 0) for each in figures) for name in names}
+
+
+def in_order_of_peaks(peaks: Mapping[str, int]) -> list[str]:
+    """The names of the components, the total first and then from the highest on."""
+    return sorted(peaks, key=lambda name: (name != TOTAL, -peaks[name]))
+
+
+def runs_folder(runs_dir: str | Path) -> Path:
+    """Where the run folders are; an unknown ~user stays as it is, and is then found missing."""
+    return Path(os.path.expanduser(runs_dir))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +193,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         on with. Raises SpecError when that run is alive, when there is one and `resume` is off, and
         when the folder cannot be written.
         """
-        folder = cls(Path(os.path.expanduser(spec.runs_dir)) / spec.run)
+        folder = cls(runs_folder(spec.runs_dir) / spec.run)
         info = RunInfo(
             run=spec.run,
             host=socket.gethostname(),
@@ -208,7 +225,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 f"no run {run!r} in {runs_dir}; "
                 + (f"there are {', '.join(names)}" if names else "it holds no run at all")
             )
-        return cls(Path(os.path.expanduser(runs_dir)) / run)
+        return cls(runs_folder(runs_dir) / run)
 
     @property
     def snapshots(self) -> Path:
@@ -356,7 +373,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
 def list_runs(runs_dir: str | Path) -> list[RunFolder]:
     """The run folders in `runs_dir`, by name; raises InputError when it is a file."""
-    folder = Path(os.path.expanduser(runs_dir))
+    folder = runs_folder(runs_dir)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{runs_dir} is no directory; give the one of the runs, like runs")
     return [RunFolder(path.parent) for path in sorted(folder.glob("*/run.json")) if path.is_file()]

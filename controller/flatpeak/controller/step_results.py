@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import prod
 
-from flatpeak.controller.runs import TOTAL, StepRecord
+from flatpeak.controller.runs import TOTAL, StepRecord, highest_of
 from flatpeak.controller.spec import Spec
 from flatpeak.workers.data import sample_ids
 from flatpeak.workers.dispatch import worst_of
@@ -43,7 +43,7 @@ def step_record(
         tokens=first.tokens,
         tokens_per_s=first.tokens / seconds,
         step_seconds=seconds,
-        peak_bytes=_largest_of([result.peaks for result in results]),
+        peak_bytes=highest_of([result.peaks for result in results]),
         device_budget_bytes=spec.memory.device_budget_bytes,
         dispatch=worst_of(result.dispatch for result in results).figures()
         | {"budget_bytes": dispatch_budget_of(spec)},
@@ -54,17 +54,11 @@ def step_record(
             "sent_bytes": sum(result.sent_bytes for result in results),
             "received_bytes": sum(result.received_bytes for result in results),
         },
-        boundaries=_largest_of([asdict(result.boundaries) for result in results]),
+        boundaries=highest_of([asdict(result.boundaries) for result in results]),
         skipped=not first.usable,
         first_sample=ids[0],
         last_sample=ids[-1],
     )
-
-
-def _largest_of(ranks: list[dict[str, int]]) -> dict[str, int]:
-    """The worst rank of every component or figure."""
-    names = sorted({name for rank in ranks for name in rank})
-    return {name: max(rank.get(name, 0) for rank in ranks) for name in names}
 
 
 def larger_shapes(

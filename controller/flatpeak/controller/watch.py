@@ -12,8 +12,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flatpeak.controller.display import JsonDisplay, PlainDisplay, event_line, memory
-from flatpeak.controller.runs import TOTAL, Event, RunEvent, RunFolder, RunInfo, StepRecord
+from flatpeak.controller.display import JsonDisplay, PlainDisplay, clock, event_line, memory
+from flatpeak.controller.runs import (
+    TOTAL,
+    Event,
+    RunEvent,
+    RunFolder,
+    RunInfo,
+    StepRecord,
+    highest_of,
+    in_order_of_peaks,
+)
 
 _POLL_S = 0.5
 _RECENT_STEPS = 20
@@ -36,8 +45,7 @@ class Seen:
             return
         self.steps.append(event)
         self.skipped += event.skipped
-        for name, nbytes in event.peak_bytes.items():
-            self.highest[name] = max(nbytes, self.highest.get(name, 0))
+        self.highest = highest_of([self.highest, event.peak_bytes])
 
 
 def watch(folder: RunFolder, *, as_json: bool = False) -> None:
@@ -109,7 +117,7 @@ def _state(info: RunInfo) -> str:
 def _progress(info: RunInfo, seen: Seen, last: StepRecord) -> list[str]:
     seconds = sum(step.step_seconds for step in seen.steps) / len(seen.steps)
     rate = sum(step.tokens for step in seen.steps) / (seconds * len(seen.steps))
-    left = _clock((info.steps - last.step) * seconds)
+    left = clock((info.steps - last.step) * seconds)
     skipped = f"  {seen.skipped} skipped" if seen.skipped else ""
     return [
         f"step {last.step} of {info.steps}  loss {last.loss:.4f}  grad {last.grad_norm:.3f}  "
@@ -124,7 +132,7 @@ def _peaks(seen: Seen, last: StepRecord) -> Table:
     for name, justify in (("peak", "left"), ("", "left"), ("last", "right"), ("highest", "right")):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("bound", justify="right", no_wrap=True)
-    for name in sorted(seen.highest, key=lambda name: (name != TOTAL, -seen.highest[name])):
+    for name in in_order_of_peaks(seen.highest):
         bound = last.device_budget_bytes if name == TOTAL else None
         near = bound is not None and seen.highest[name] > 0.95 * bound
         table.add_row(
@@ -173,9 +181,3 @@ def _ages(folder: RunFolder) -> dict[str, float]:
 
 def _age(seconds: float) -> str:
     return f"{max(0, round(seconds))} s ago" if seconds < 100 else f"{seconds / 60:.0f} min ago"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"

@@ -22,14 +22,8 @@ from flatpeak.workers.arena import Arena, sweep_stale
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.errors import ClusterError
 from flatpeak.workers.host_memory import Room, node_path, room
-from flatpeak.workers.metrics import (
-    NODE,
-    MetricsServer,
-    OptimizerMetrics,
-    ProcessMetrics,
-    Serving,
-    WorkerMetrics,
-)
+from flatpeak.workers.metrics import NODE, MetricsServer, ProcessMetrics, Serving
+from flatpeak.workers.metrics.roles import OptimizerMetrics, WorkerMetrics
 from flatpeak.workers.optimizer import OptimizerCore
 from flatpeak.workers.remote import ArenaServer, RemoteArena, open_store
 from flatpeak.workers.settings import adamw_of
@@ -264,12 +258,14 @@ class OptimizerActor(_Exporting):
     def update(self, step: int, lr: float, clip_factor: float | None) -> None:
         """Returns when `step` is committed: also by the workers that update buckets themselves."""
         self.core.update(step, lr=lr, clip_factor=clip_factor)
-        self.core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
-        self._metrics.observe(self.core)
+        self._committed(step)
 
     def finish(self, step: int, lr: float, clip_factor: float | None) -> None:
         """`update` of the step that was asked of a dead predecessor, whatever it did of it."""
         self.core.finish(step, lr=lr, clip_factor=clip_factor)
+        self._committed(step)
+
+    def _committed(self, step: int) -> None:
         self.core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
         self._metrics.observe(self.core)
 

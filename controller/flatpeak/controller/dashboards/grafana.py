@@ -15,6 +15,7 @@ from grafana_api.grafana_face import GrafanaFace
 
 from flatpeak.controller.dashboards.panels import Json
 from flatpeak.workers.errors import ClusterError, InputError
+from flatpeak.workers.metrics import is_token
 
 TOKEN_VARIABLE = "GRAFANA_TOKEN"
 FOLDER_UID, FOLDER_TITLE = "flatpeak", "Flatpeak"
@@ -153,7 +154,7 @@ def token_from_environment() -> str:
             f"no token for Grafana: set {TOKEN_VARIABLE} to that of a service account with the "
             "role Editor (Grafana, Administration, Service accounts)"
         )
-    if not (token.isascii() and token.isprintable()) or " " in token:
+    if not is_token(token):
         raise InputError(f"{TOKEN_VARIABLE} holds no token: it is not one word of printable ASCII")
     return token
 

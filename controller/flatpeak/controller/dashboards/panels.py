@@ -30,7 +30,7 @@ class Panel:
     queries: tuple[Query, ...]
     help: str
     unit: str = "short"
-    kind: Literal["timeseries", "stat", "bargauge"] = "timeseries"
+    kind: Literal["timeseries", "stat"] = "timeseries"
     width: int = 8
     height: int = 8
     decimals: int | None = None
@@ -105,13 +105,6 @@ _OPTIONS: dict[str, Json] = {
         "textMode": "auto",
         "justifyMode": "auto",
         "orientation": "auto",
-    },
-    "bargauge": {
-        "reduceOptions": _LAST,
-        "displayMode": "basic",
-        "orientation": "horizontal",
-        "showUnfilled": True,
-        "valueMode": "color",
     },
 }
 

@@ -9,9 +9,17 @@ from pathlib import Path
 
 import jinja2
 
-from flatpeak.controller.display import GIB, MIB, event_line, memory
+from flatpeak.controller.display import GIB, MIB, clock, event_line, memory
 from flatpeak.controller.report.charts import Line, line_chart
-from flatpeak.controller.runs import TOTAL, RunEvent, RunFolder, RunInfo, StepRecord
+from flatpeak.controller.runs import (
+    TOTAL,
+    RunEvent,
+    RunFolder,
+    RunInfo,
+    StepRecord,
+    highest_of,
+    in_order_of_peaks,
+)
 from flatpeak.controller.strict_json import to_json
 from flatpeak.workers.errors import InputError
 
@@ -108,12 +116,10 @@ def _facts(info: RunInfo, steps: Sequence[StepRecord]) -> list[Fact]:
 
 
 def _peaks(steps: Sequence[StepRecord]) -> list[Peak]:
-    names = {name for step in steps for name in step.peak_bytes}
-    highest = {name: max(s.peak_bytes.get(name, 0) for s in steps) for name in names}
+    highest = highest_of(step.peak_bytes for step in steps)
     largest = max([1, *highest.values()])
-    ordered = sorted(names, key=lambda name: (name != TOTAL, -highest[name]))
     found = []
-    for name in ordered:
+    for name in in_order_of_peaks(highest):
         bound = _bound(name, steps)
         found.append(
             Peak(
@@ -246,6 +252,4 @@ def _moment(seconds: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if seconds >= 60 else f"{seconds:.1f} s"
+    return clock(seconds) if seconds >= 60 else f"{seconds:.1f} s"

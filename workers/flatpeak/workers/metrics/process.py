@@ -1,7 +1,5 @@
 """The metrics of one process."""
 
-from collections.abc import Callable
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
 
 from flatpeak.workers.metrics.names import METRICS, PREFIX, PROCESS_LABELS, Role
@@ -42,10 +40,6 @@ class ProcessMetrics:
         counter = self._child(name, Counter, *labels)
         assert isinstance(counter, Counter)
         counter.inc(amount)
-
-    def follow(self, name: str, value: Callable[[], float]) -> None:
-        """Ask for the value at each scrape. Called on the server's thread."""
-        self._gauge(name).set_function(value)
 
     def record(self, name: str, value: float, key: str, *, window_s: float) -> None:
         """Export the largest value of the window for label `key`."""

@@ -37,6 +37,11 @@ class Serving:
     """Bearer token that every path but /health asks for."""
 
 
+def is_token(text: str) -> bool:
+    """Whether a bearer token can be this: one word of printable ASCII."""
+    return text.isascii() and text.isprintable() and " " not in text and text != ""
+
+
 class _Quiet(WSGIRequestHandler):
     timeout = 10.0  # a client that says nothing holds a thread no longer
 
