@@ -4,7 +4,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#if defined(__SSE2__)
+#if defined(__AVX2__) && defined(__FMA__)
+#define FLATPEAK_STREAMS 1
 #include <immintrin.h>
 #endif
 
@@ -12,19 +13,25 @@ namespace {
 
 using bf16 = uint16_t;
 
-// Elements computed at once; their results stay in the first-level cache until they are stored.
-constexpr int64_t kChunk = 256;
-// What a thread takes at a time; a multiple of the former.
-constexpr int64_t kBlock = 65536;
-constexpr int64_t kLine = 64;
+// What a thread takes at a time.
+constexpr int64_t kBlock = 262144;
+// The parameters whose bf16 weights fill a line of the caches.
+constexpr int64_t kLine = 32;
 
 struct Coefficients {
   float clip_factor, keep, weight1, beta2, weight2, correction, eps, step;
+
+  // torch.lerp takes the nearer end as its base.
+  bool from_old() const { return std::fabs(weight1) < 0.5f; }
+  float lerp() const { return from_old() ? weight1 : weight1 - 1.0f; }
 };
 
-struct Buffers {
-  alignas(kLine) float master[kChunk], exp_avg[kChunk], exp_avg_sq[kChunk];
-  alignas(kLine) bf16 rounded[kChunk];
+// The new state may be the old one.
+struct Bucket {
+  const float *master, *exp_avg, *exp_avg_sq;
+  const void* gradient;
+  float *new_master, *new_exp_avg, *new_exp_avg_sq;
+  bf16* weights;  // or null
 };
 
 inline float widen(float x) { return x; }
@@ -45,83 +52,156 @@ inline bf16 narrow(float x) {
   return static_cast<bf16>(is_nan ? 0x7fc0 : nearest);
 }
 
-template <class Gradient, bool kRound>
-inline void compute(int64_t n, const float* __restrict p, const float* __restrict m,
-                    const float* __restrict v, const Gradient* __restrict g,
-                    Buffers& __restrict out, const Coefficients& c) {
-  // torch.lerp takes the nearer end as its base.
-  const bool from_old = std::fabs(c.weight1) < 0.5f;
-  const float coefficient = from_old ? c.weight1 : c.weight1 - 1.0f;
-  for (int64_t i = 0; i < n; ++i) {
-    const float gradient = widen(g[i]) * c.clip_factor;
-    const float base = from_old ? m[i] : gradient;
-    const float exp_avg = std::fma(coefficient, gradient - m[i], base);
-    const float exp_avg_sq = std::fma(c.weight2 * gradient, gradient, v[i] * c.beta2);
+template <class Gradient>
+void update_each(int64_t start, int64_t stop, const Bucket& b, const Coefficients& c) {
+  const auto* gradients = static_cast<const Gradient*>(b.gradient);
+  const bool from_old = c.from_old(), round = b.weights;
+  const float lerp = c.lerp();
+#pragma omp simd
+  for (int64_t i = start; i < stop; ++i) {
+    const float gradient = widen(gradients[i]) * c.clip_factor;
+    const float base = from_old ? b.exp_avg[i] : gradient;
+    const float exp_avg = std::fma(lerp, gradient - b.exp_avg[i], base);
+    const float exp_avg_sq =
+        std::fma(c.weight2 * gradient, gradient, b.exp_avg_sq[i] * c.beta2);
     const float denominator = std::sqrt(exp_avg_sq) / c.correction + c.eps;
-    const float master = p[i] * c.keep + c.step * exp_avg / denominator;
-    out.master[i] = master;
-    out.exp_avg[i] = exp_avg;
-    out.exp_avg_sq[i] = exp_avg_sq;
-    if (kRound) out.rounded[i] = narrow(master);
+    const float master = b.master[i] * c.keep + c.step * exp_avg / denominator;
+    b.new_master[i] = master;
+    b.new_exp_avg[i] = exp_avg;
+    b.new_exp_avg_sq[i] = exp_avg_sq;
+    if (round) b.weights[i] = narrow(master);
   }
 }
 
-// Store past the caches: an ordinary store would first read the line that it overwrites.
-inline void store(void* target, const void* source, int64_t bytes) {
-  auto* to = static_cast<char*>(target);
-  const auto* from = static_cast<const char*>(source);
-  int64_t at = 0;
-#if defined(__SSE2__)
-  if (reinterpret_cast<uintptr_t>(to) % kLine == 0) {
-    for (; at + kLine <= bytes; at += kLine) {
-#if defined(__AVX512F__)
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), _mm512_load_si512(from + at));
+#ifdef FLATPEAK_STREAMS
+
+#ifdef __AVX512F__
+
+using Floats = __m512;
+using Halves = __m256i;
+
+inline Floats all(float x) { return _mm512_set1_ps(x); }
+inline Floats load(const float* from) { return _mm512_loadu_ps(from); }
+inline Floats load(const bf16* from) {
+  const auto* halves = reinterpret_cast<const __m256i*>(from);
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(halves));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats root(Floats x) { return _mm512_sqrt_ps(x); }
+inline void stream(float* to, Floats x) { _mm512_stream_ps(to, x); }
+inline void stream(bf16* to, Halves x) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), x);
+}
+inline Halves narrow(Floats x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+  const __m512i nearest = _mm512_srli_epi32(_mm512_add_epi32(bits, up), 16);
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const __m512i chosen = _mm512_mask_mov_epi32(nearest, is_nan, _mm512_set1_epi32(0x7fc0));
+  return _mm512_cvtepi32_epi16(chosen);
+}
+
 #else
-      for (int64_t part = at; part < at + kLine; part += 16)
-        _mm_stream_si128(reinterpret_cast<__m128i*>(to + part),
-                         _mm_load_si128(reinterpret_cast<const __m128i*>(from + part)));
-#endif
-    }
-  }
-#endif
-  std::memcpy(to + at, from + at, bytes - at);
+
+using Floats = __m256;
+using Halves = __m128i;
+
+inline Floats all(float x) { return _mm256_set1_ps(x); }
+inline Floats load(const float* from) { return _mm256_loadu_ps(from); }
+inline Floats load(const bf16* from) {
+  const auto* halves = reinterpret_cast<const __m128i*>(from);
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(halves));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+inline Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+inline Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats root(Floats x) { return _mm256_sqrt_ps(x); }
+inline void stream(float* to, Floats x) { _mm256_stream_ps(to, x); }
+inline void stream(bf16* to, Halves x) { _mm_stream_si128(reinterpret_cast<__m128i*>(to), x); }
+inline Halves narrow(Floats x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+  const __m256i nearest = _mm256_srli_epi32(_mm256_add_epi32(bits, up), 16);
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  const __m256i chosen = _mm256_blendv_epi8(nearest, _mm256_set1_epi32(0x7fc0), is_nan);
+  // Packing goes by 128-bit lanes: the quarters 0 and 2 hold the result.
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(chosen, chosen), 0x08);
+  return _mm256_castsi256_si128(packed);
 }
 
+#endif
+
+constexpr int64_t kFloats = sizeof(Floats) / sizeof(float);
+
+// As `update_each`, from the registers past the caches: an ordinary store would first read the
+// line that it overwrites.
 template <class Gradient, bool kRound>
-void update(int64_t n, int threads, const float* p, const float* m, const float* v,
-            const Gradient* g, float* new_p, float* new_m, float* new_v, bf16* rounded,
-            const Coefficients& c) {
-#pragma omp parallel num_threads(threads)
-  {
-    Buffers buffers;
-    // Whoever is free takes the next block: a thread that lost its CPU holds up nobody.
-#pragma omp for schedule(dynamic) nowait
-    for (int64_t start = 0; start < n; start += kBlock) {
-      const int64_t stop = std::min(n, start + kBlock);
-      for (int64_t i = start; i < stop; i += kChunk) {
-        const int64_t size = std::min(kChunk, stop - i);
-        compute<Gradient, kRound>(size, p + i, m + i, v + i, g + i, buffers, c);
-        store(new_p + i, buffers.master, size * sizeof(float));
-        store(new_m + i, buffers.exp_avg, size * sizeof(float));
-        store(new_v + i, buffers.exp_avg_sq, size * sizeof(float));
-        if (kRound) store(rounded + i, buffers.rounded, size * sizeof(bf16));
-      }
+void update_lines(int64_t start, int64_t stop, const Bucket& b, const Coefficients& c) {
+  const auto* gradients = static_cast<const Gradient*>(b.gradient);
+  const bool from_old = c.from_old();
+  const Floats lerp = all(c.lerp()), clip_factor = all(c.clip_factor), keep = all(c.keep);
+  const Floats beta2 = all(c.beta2), weight2 = all(c.weight2);
+  const Floats correction = all(c.correction), eps = all(c.eps), step = all(c.step);
+  for (int64_t line = start; line < stop; line += kLine) {
+    for (int64_t i = line; i < line + kLine; i += kFloats) {
+      const Floats gradient = mul(load(gradients + i), clip_factor);
+      const Floats old_avg = load(b.exp_avg + i);
+      const Floats exp_avg = fma(lerp, sub(gradient, old_avg), from_old ? old_avg : gradient);
+      const Floats exp_avg_sq =
+          fma(mul(weight2, gradient), gradient, mul(load(b.exp_avg_sq + i), beta2));
+      const Floats denominator = add(div(root(exp_avg_sq), correction), eps);
+      const Floats master =
+          add(mul(load(b.master + i), keep), div(mul(step, exp_avg), denominator));
+      stream(b.new_master + i, master);
+      stream(b.new_exp_avg + i, exp_avg);
+      stream(b.new_exp_avg_sq + i, exp_avg_sq);
+      if (kRound) stream(b.weights + i, narrow(master));
     }
-#if defined(__SSE2__)
+  }
+}
+
+bool can_stream(const Bucket& b) {
+  const void* const targets[] = {b.new_master, b.new_exp_avg, b.new_exp_avg_sq, b.weights};
+  for (const void* target : targets)
+    if (reinterpret_cast<uintptr_t>(target) % sizeof(Floats)) return false;
+  return true;
+}
+
+#endif
+
+template <class Gradient>
+void update_block(int64_t start, int64_t stop, const Bucket& b, const Coefficients& c) {
+  int64_t rest = start;
+#ifdef FLATPEAK_STREAMS
+  if (can_stream(b)) {
+    rest = stop - (stop - start) % kLine;
+    if (b.weights)
+      update_lines<Gradient, true>(start, rest, b, c);
+    else
+      update_lines<Gradient, false>(start, rest, b, c);
     // Streaming stores are in no order with later ones, and an arena's flip must come after them.
     _mm_sfence();
-#endif
   }
+#endif
+  update_each<Gradient>(rest, stop, b, c);
 }
 
 template <class Gradient>
-void choose(int64_t n, int threads, const float* p, const float* m, const float* v, const void* g,
-            float* new_p, float* new_m, float* new_v, bf16* rounded, const Coefficients& c) {
-  const auto* gradient = static_cast<const Gradient*>(g);
-  if (rounded)
-    update<Gradient, true>(n, threads, p, m, v, gradient, new_p, new_m, new_v, rounded, c);
-  else
-    update<Gradient, false>(n, threads, p, m, v, gradient, new_p, new_m, new_v, rounded, c);
+void update(int64_t n, int threads, const Bucket& b, const Coefficients& c) {
+  // Whoever is free takes the next block: a thread that lost its CPU holds up nobody.
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (int64_t start = 0; start < n; start += kBlock)
+    update_block<Gradient>(start, std::min(n, start + kBlock), b, c);
 }
 
 }  // namespace
@@ -129,8 +209,8 @@ void choose(int64_t n, int threads, const float* p, const float* m, const float*
 extern "C" void flatpeak_adamw(int64_t n, int threads, const float* master, const float* exp_avg,
                                const float* exp_avg_sq, const void* gradient, int gradient_is_bf16,
                                float* new_master, float* new_exp_avg, float* new_exp_avg_sq,
-                               bf16* rounded, const Coefficients* coefficients) {
-  const auto chosen = gradient_is_bf16 ? choose<bf16> : choose<float>;
-  chosen(n, threads, master, exp_avg, exp_avg_sq, gradient, new_master, new_exp_avg,
-         new_exp_avg_sq, rounded, *coefficients);
+                               bf16* weights, const Coefficients* coefficients) {
+  const Bucket bucket{master,     exp_avg,     exp_avg_sq,     gradient,
+                      new_master, new_exp_avg, new_exp_avg_sq, weights};
+  (gradient_is_bf16 ? update<bf16> : update<float>)(n, threads, bucket, *coefficients);
 }
