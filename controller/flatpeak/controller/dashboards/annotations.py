@@ -17,6 +17,7 @@ MARKED = frozenset(
         "snapshot",
         "optimizer_lost",
         "optimizer_replaced",
+        "optimizers_scaled",
         "interrupted",
         "failed",
         "finished",
