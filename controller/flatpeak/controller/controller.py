@@ -479,7 +479,6 @@ class Controller:
 
     def _teardown(self) -> None:
         """Ends what was started, however far the start came."""
-        self._scaling.close("the run has ended")
         closing = {
             actor.name: actor.handle.close.remote(
                 [*self._paths(self._team.ownership.of(index)).values()]
@@ -492,6 +491,7 @@ class Controller:
         except RunFailed as error:  # an actor is dead, or busy for longer
             log.warning("%s", error)
             closed = False
+        self._scaling.close("the run has ended")
         release(self._group, [placed.handle for placed in self._workers + self._optimizers])
         if not closed and self.spec.cluster.address != "local":  # there the driver sees to it
             sweep_nodes(self.spec, sorted(set(self._homes)), self._token)

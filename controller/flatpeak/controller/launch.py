@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
-from ray.exceptions import ActorAlreadyExistsError, RayError
+from ray.exceptions import ActorAlreadyExistsError, RayError, RayTaskError
 
 from flatpeak.controller.cluster import NAMESPACE, check_cluster, connected
 from flatpeak.controller.controller import Controller
@@ -254,7 +254,11 @@ class _Requests:
         if not ray.wait([answer], timeout=0)[0]:
             return
         self._asked = None
-        if (reason := ray.get(answer)) is not None:
+        try:
+            reason = ray.get(answer)
+        except RayTaskError as error:  # a request never ends a run
+            reason = str(describe(error, "the controller", "scaling"))
+        if reason is not None:
             self._follower(event(REFUSED, request=request.id, reason=reason))
 
 

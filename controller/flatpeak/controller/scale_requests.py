@@ -88,9 +88,9 @@ def take_request(folder: RunFolder) -> ScaleRequest | None:
     path = _path(folder)
     try:
         content = path.read_bytes()
-    except FileNotFoundError:
+        path.unlink()
+    except OSError:  # none there; or a folder out of reach, which is no reason to end a run
         return None
-    path.unlink(missing_ok=True)
     with suppress(ValidationError):
         return _REQUEST.validate_json(content)
     return None

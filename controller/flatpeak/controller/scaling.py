@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import ActorAlreadyExistsError, RayError
 
 from flatpeak.controller.placement import Placed, release
-from flatpeak.controller.waiting import describe
+from flatpeak.controller.waiting import Answers, describe
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,10 @@ class Scaling:
         start: Starter,
         timeout_s: float,
         end: Callable[[Any], None] = lambda handle: release(None, [handle]),
+        answers: Answers = ray,
     ) -> None:
         self._actors, self._capacity, self._start, self._end = actors, capacity, start, end
-        self._timeout_s = timeout_s
+        self._timeout_s, self._answers = timeout_s, answers
         self._lock = threading.Lock()
         self._change: Change | None = None
         self._closed: str | None = "the run is still starting; ask again when it trains"
@@ -141,25 +142,21 @@ class Scaling:
         change = self._change
         if change is None:
             return None
-        answers = list(change.answers)
-        ready, waiting = (
-            ray.wait(answers, num_returns=len(answers), timeout=0) if answers else ([], [])
-        )
+        late = []
         for actor, answer in zip(change.joining, change.answers, strict=True):
-            if answer in ready:
-                try:
-                    ray.get(answer)
-                except RayError as error:
-                    return self._give_up(str(describe(error, actor.name, "starting it")))
-        if not waiting:
+            if not self._answers.wait([answer], timeout=0)[0]:
+                late.append(actor.name)
+                continue
+            try:
+                self._answers.get(answer)
+            except RayError as error:
+                return self._give_up(str(describe(error, actor.name, f"starting {actor.name}")))
+        if not late:
             return change
         if time.monotonic() - change.began > self._timeout_s:
-            late = ", ".join(
-                a.name for a, r in zip(change.joining, change.answers, strict=True) if r in waiting
-            )
             return self._give_up(
-                f"{late} did not start within cluster.start_timeout_s = {self._timeout_s:g} s; "
-                f"{self._capacity().free}"
+                f"{', '.join(late)} did not start within cluster.start_timeout_s = "
+                f"{self._timeout_s:g} s; {self._capacity().free}"
             )
         return None
 
