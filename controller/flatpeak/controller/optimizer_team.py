@@ -10,7 +10,16 @@ need, and the updates that they do themselves go on.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from typing import Any, NamedTuple, Protocol
 
 from flatpeak.controller.ownership import Ownership
@@ -52,6 +61,7 @@ class OptimizerTeam:
     attach. `updates` and `parts` are the answers under way, by who gives them: of the last update
     and of the snapshot after it. `linked` are actors with connections that no successor can take
     over: their death is final.
+    `others` are no actors of the team, and whoever waits for them replaces them.
     """
 
     def __init__(
@@ -70,6 +80,7 @@ class OptimizerTeam:
         self.parts: dict[str, Any] = {}
         self.ownership = Ownership()
         self.linked: Container[str] = ()
+        self.others: Callable[[], Set[str]] = frozenset
         self._moves: dict[str, Any] = {}
         self._leaving: set[str] = set()
         self._folder = ""
@@ -81,6 +92,11 @@ class OptimizerTeam:
         """Asks all actors for `update`; `beside` is what workers were asked to do of it."""
         self.last = update
         self.updates = {**beside} | {a.name: a.handle.update.remote(*update) for a in self.actors}
+
+    def update_beside(self, beside: Mapping[str, Any]) -> None:
+        """Puts other workers' part of the last update in the place of those that were asked."""
+        own = {actor.name for actor in self.actors}
+        self.updates = {who: ref for who, ref in self.updates.items() if who in own} | {**beside}
 
     def snapshot(self, folder: str) -> None:
         """Asks all actors to write their state after the last update into `folder`."""
@@ -132,16 +148,19 @@ class OptimizerTeam:
         """The answers of all that is `pending`, of which `updates` and `parts` may be some.
 
         For an actor that dies, the answers of its successor count. Raises what `collect` raises,
-        and `RunFailed` when one dies again and again.
+        `Died` for one of `others`, and `RunFailed` when an actor dies again and again.
         """
         answers: dict[str, Any] = {}
-        mortal = {actor.name for actor in self.actors if actor.name not in self.linked}
+        others = self.others()
+        mortal = {actor.name for actor in self.actors if actor.name not in self.linked} | others
         while waiting := {
             who: ref for refs in pending for who, ref in refs.items() if who not in answers
         }:
             try:
                 answers |= self._collect(waiting, what, timeout_s, mortal=mortal)
             except Died as death:
+                if death.who in others:
+                    raise
                 answers |= death.answers
                 yield from self._replace(death)
         return answers

@@ -173,6 +173,8 @@ class Trainer:
             for number, path in arenas.items()
             if number in used
         }
+        for arena in mapped.values():
+            arena.own(rank=self.rank, timeout_s=self.spec.cluster.peer_timeout_s)
         boundaries = self._own_arena(slab) if slab.arena is None else mapped[slab.arena]
         if self.device.type == "cuda":
             for arena in {*mapped.values(), boundaries}:

@@ -18,6 +18,8 @@ MARKED = frozenset(
         "optimizer_lost",
         "optimizer_replaced",
         "optimizers_scaled",
+        "worker_lost",
+        "workers_replaced",
         "interrupted",
         "failed",
         "finished",
