@@ -42,10 +42,16 @@ Address = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="Look at a cluster instead, by its dashboard, like http://HEAD:8265; also "
-        "$RAY_API_SERVER_ADDRESS, or $RAY_ADDRESS with http. The token is found as by Ray.",
+        help="Dashboard of a cluster that runs are submitted to, like http://HEAD:8265; else "
+        "$RAY_API_SERVER_ADDRESS, or $RAY_ADDRESS with http. The token is found where Ray has it.",
     ),
 ]
+Spec = Annotated[Path, typer.Argument(metavar="SPEC", help="The job file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override, like train.steps=20."),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an earlier run of this name.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of a run.")]
 
 
@@ -69,21 +75,13 @@ def init(
 
 @app.command()
 def train(
-    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The job file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override, like train.steps=20."),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an earlier run of this name.")
-    ] = False,
-    as_json: Json = False,
+    spec: Spec, overrides: Overrides = None, resume: Resume = False, as_json: Json = False
 ) -> None:
     """Run a job from here until it is done."""
     from flatpeak.controller.display import display_for
     from flatpeak.controller.spec_file import load_spec
 
-    job = load_spec(spec, [*(overrides or []), *(["resume=true"] if resume else [])])
+    job = load_spec(spec, _overrides(overrides, resume))
 
     from flatpeak.controller import launch
 
@@ -98,22 +96,10 @@ def train(
 
 @app.command()
 def submit(
-    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The job file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override, like train.steps=20."),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an earlier run of this name.")
-    ] = False,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="The cluster's dashboard, like http://HEAD:8265; else $RAY_API_SERVER_ADDRESS, "
-            "or $RAY_ADDRESS with http.",
-        ),
-    ] = None,
+    spec: Spec,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    address: Address = None,
     wait: Annotated[bool, typer.Option("--wait", help="Until the run has ended.")] = False,
     follow: Annotated[
         bool, typer.Option("--follow", help="Wait, and show the run like `train` does.")
@@ -138,8 +124,7 @@ def submit(
     from flatpeak.controller.jobs.request import ON_CLUSTER, check_paths, given_environment
     from flatpeak.controller.spec_file import load_spec
 
-    resuming = ["resume=true"] if resume else []
-    job = load_spec(spec, [*(overrides or []), *resuming, *ON_CLUSTER])
+    job = load_spec(spec, [*_overrides(overrides, resume), *ON_CLUSTER])
     check_paths(job)
     environment = given_environment(env or [], os.environ)
     if (server := job_address(address, os.environ)) is None:
@@ -235,6 +220,10 @@ def watch(
     from flatpeak.controller.watch import watch as show
 
     show(find_run(_where(runs_dir, address), run), as_json=as_json)
+
+
+def _overrides(given: list[str] | None, resume: bool) -> list[str]:
+    return [*(given or []), *(["resume=true"] if resume else [])]
 
 
 def _where(runs_dir: Path | None, address: str | None) -> Path | str:

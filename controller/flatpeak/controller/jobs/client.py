@@ -6,6 +6,8 @@ Importing this imports Ray.
 import logging
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import aiohttp
@@ -15,7 +17,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
 from flatpeak.controller.jobs.access import authorization
-from flatpeak.workers.errors import ClusterError, InputError, WaitTimeout
+from flatpeak.workers.errors import ClusterError, FlatpeakError, InputError, WaitTimeout
 
 TAIL_ERRORS = (aiohttp.ClientError, RuntimeError)
 """What `tail_job_logs` raises when the job server goes away."""
@@ -23,6 +25,7 @@ TAIL_ERRORS = (aiohttp.ClientError, RuntimeError)
 RUN, STEPS, FOLDER = "flatpeak_run", "flatpeak_steps", "flatpeak_folder"
 """The keys in a job's metadata that make it a run of Flatpeak."""
 
+_VARIABLE = "RAY_API_SERVER_ADDRESS"
 _ANSWER_S = 30.0
 _CONNECT_S = 10.0
 
@@ -37,10 +40,12 @@ class JobClient(JobSubmissionClient):
     def __init__(self, address: str) -> None:
         for handler in logging.getLogger("ray").handlers:
             handler.setLevel(logging.WARNING)  # each upload would be a line
-        # Ray's client prefers this variable to its argument; an option is to win.
-        os.environ["RAY_API_SERVER_ADDRESS"] = self.address = address
+        self.address = address
         try:
-            super().__init__(address, headers=authorization(os.environ))
+            with _preferred(address):
+                super().__init__(address, headers=authorization(os.environ))
+        except FlatpeakError:
+            raise
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise self._no_server(f"it answers like something else ({error})") from None
 
@@ -127,6 +132,18 @@ class JobClient(JobSubmissionClient):
         lines = [line for line in r.text.splitlines() if line.strip(" .")]
         reason = lines[-1] if lines else "no text"
         raise ClusterError(f"the job server at {self.address} answers {r.status_code}: {reason}")
+
+
+@contextmanager
+def _preferred(address: str) -> Iterator[None]:
+    """Inside, Ray's client takes `address`: its variables override the argument."""
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = address
+    try:
+        yield
+    finally:
+        del os.environ[_VARIABLE]
+        os.environ.update({} if before is None else {_VARIABLE: before})
 
 
 def _minor(version: str | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 
 from flatpeak.controller.display import display_for
 from flatpeak.controller.jobs.submitted import SubmittedRun
@@ -22,15 +23,16 @@ def show_to_end(run: SubmittedRun, *, events: bool, as_json: bool) -> None:
 
     Raises the error that it ended with, KeyboardInterrupt if it was stopped or this process is.
     """
-    with display_for(steps=run.steps, json=as_json) as display:
-        try:
+    display = display_for(steps=run.steps, json=as_json)
+    try:
+        with display if events else nullcontext():
             for happened in run.follow():
                 if events and happened is not None:
                     display(happened)
-        except KeyboardInterrupt:
-            stop = f"flatpeak stop {run.name} --address {run.address}"
-            print(f"flatpeak: the run goes on; end it with: {stop}", file=sys.stderr)
-            raise
+    except KeyboardInterrupt:
+        stop = f"flatpeak stop {run.name} --address {run.address}"
+        print(f"flatpeak: the run goes on; end it with: {stop}", file=sys.stderr)
+        raise
     if (error := run.error()) is not None:
         raise error
     if run.status().state is RunState.INTERRUPTED:

@@ -9,10 +9,10 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import flatpeak
 from flatpeak.controller.jobs.client import FOLDER, RUN, STEPS, JobClient
 from flatpeak.controller.jobs.submitted import SubmittedRun
 from flatpeak.controller.spec import Spec
@@ -38,7 +38,7 @@ def submit(
         STEPS: str(spec.train.steps),
         FOLDER: str(Path(spec.runs_dir) / spec.run),
     }
-    with _packed(spec) as (code, folder):
+    with packed(spec) as (code, folder):
         try:
             client.submit_job(
                 # exec: signals of a stop are for the driver, not for a shell around it.
@@ -89,14 +89,17 @@ def _patience(spec: Spec) -> int:
 
 
 @contextmanager
-def _packed(spec: Spec) -> Iterator[tuple[Path, Path]]:
+def packed(spec: Spec) -> Iterator[tuple[Path, Path]]:
     """The folder of the package `flatpeak` with all its parts, and one with the spec."""
     with TemporaryDirectory(prefix="flatpeak-submit-") as temporary:
         code, folder = Path(temporary, "flatpeak"), Path(temporary, "job")
-        for root in flatpeak.__path__:  # of a checkout each has one part, of an installation all
-            shutil.copytree(
-                root, code, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
-            )
+        for part in ("controller", "workers", "kernels"):
+            # Where Python finds it: in a root of its own or not, and before any other copy.
+            found = find_spec(f"flatpeak.{part}")
+            assert found is not None, part
+            assert found.submodule_search_locations, part
+            source = found.submodule_search_locations[0]
+            shutil.copytree(source, code / part, ignore=shutil.ignore_patterns("__pycache__"))
         folder.mkdir()
         (folder / _SPEC_FILE).write_text(dump_spec(spec), encoding="utf-8")
         yield code, folder

@@ -96,8 +96,7 @@ class SubmittedRun:
 
     def has_begun(self) -> bool:
         """Whether it had a run folder: one that is refused before leaves its name free."""
-        lines = self._client.get_job_logs(self.job).splitlines()
-        return any(isinstance(record_of(line), RunEvent | StepRecord) for line in lines)
+        return self._last(StepRecord) is not None or self._last(RunEvent) is not None
 
     def follow(self) -> Iterator[Event | None]:
         with closing(_Tail(self._client.tail_job_logs(self.job))) as tail:
@@ -106,6 +105,7 @@ class SubmittedRun:
                     if isinstance(record := record_of(line), RunEvent | StepRecord):
                         yield record
                 yield None
+                self._details()  # raises when the cluster is gone without a word
         if not (status := self.status()).over:
             raise ClusterError(f"the log of the run {status.run} broke off; it may well go on")
 
