@@ -36,7 +36,7 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line on standard output.")]
 RunsDir = Annotated[Path, typer.Option(help="Directory of the run folders.")]
 LocalOrNot = Annotated[
-    Path | None, typer.Option("--runs-dir", help="Directory of the run folders. [default: runs]")
+    Path | None, typer.Option("--runs-dir", help="Directory of the run folders; ./runs without.")
 ]
 Address = Annotated[
     str | None,

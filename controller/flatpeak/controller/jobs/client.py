@@ -46,7 +46,13 @@ class JobClient(JobSubmissionClient):
                 super().__init__(address, headers=authorization(os.environ))
         except FlatpeakError:
             raise
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (
+            requests.RequestException,
+            LookupError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as error:
             raise self._no_server(f"it answers like something else ({error})") from None
 
     def check_versions(self) -> None:

@@ -25,9 +25,9 @@ def check_paths(spec: Spec) -> None:
     if relative:
         first, path = next(iter(relative.items()))
         raise InputError(
-            "paths of a submitted run are paths on the cluster and begin with / or ~, which "
-            f"{' and '.join(f'{key} = {path}' for key, path in relative.items())} does not; set "
-            f"it like --set {first}=/shared/{Path(path).name}"
+            "paths of a submitted run are paths on the cluster and begin with / or ~; relative are "
+            f"{', '.join(f'{key} = {given}' for key, given in relative.items())}; set each like "
+            f"--set {first}=/shared/{Path(path).name}"
         )
 
 
