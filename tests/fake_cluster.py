@@ -134,6 +134,8 @@ class OneJob:
         self.stopping: list[str] = []
         """The states that the job goes through, one a look, once it was asked to stop."""
         self.left: list[list[str]] = []
+        self.deaf = 0
+        """How many requests to stop come before the job can hear one."""
         self.stops = 0
 
     def get_job_info(self, job: str) -> JobDetails:
@@ -155,8 +157,9 @@ class OneJob:
             yield chunk
 
     def stop_job(self, job: str) -> bool:
-        self.stops += 1
-        return True
+        self.deaf -= 1
+        self.stops += self.deaf < 0
+        return self.deaf < 0
 
     def left_of(self, job_id: str) -> list[str]:
         assert job_id == self.job.job_id

@@ -338,8 +338,8 @@ def test_figures_are_found_below_many_other_lines():
 
 def test_a_stop_waits_for_the_driver_and_for_what_the_run_has_in_the_cluster(monkeypatch):
     monkeypatch.setattr(submitted_module, "_POLL_S", 0.01)
-    client = OneJob("RUNNING", job_id="04000000", driver_info=DRIVER)
-    client.stopping = ["RUNNING", "RUNNING", "STOPPED"]
+    client = OneJob("PENDING", job_id="04000000", driver_info=DRIVER)
+    client.deaf, client.stopping = 2, ["RUNNING", "RUNNING", "STOPPED"]
     client.left = [["Controller (pid 5)"], []]
     assert run_of(client).stop(timeout_s=10) is RunState.INTERRUPTED
     assert (client.stops, client.stopping, client.left) == (1, [], [[]])

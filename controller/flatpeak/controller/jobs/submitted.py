@@ -118,9 +118,10 @@ class SubmittedRun:
 
     def stop(self, *, timeout_s: float) -> RunState:
         deadline = time.monotonic() + timeout_s
-        if not self.status().over:
-            self._client.stop_job(self.job)
+        heard = False
         while not (status := self.status()).over:
+            # A job that Ray has not begun with does not hear it.
+            heard = heard or self._client.stop_job(self.job)
             where = f" (pid {status.pid} on {status.host})" if status.pid else ""
             self._wait(f"its driver{where}", timeout_s, deadline)
         job_id = self._details().job_id  # of the driver, if it came to have one
