@@ -87,7 +87,8 @@ def next_of(process: subprocess.Popen[str], kind: str) -> dict[str, Any]:
 
 def test_a_submitted_run_is_watched_stopped_and_resumed_by_its_address(tmp_path: Path, head: Head):
     began = time.monotonic()
-    job = tiny_job(tmp_path, train={"steps": 5000, "schedule": {"decay": "constant"}})
+    train = {"steps": 5000, "schedule": {"decay": "constant"}}
+    job = tiny_job(tmp_path, train=train, cluster={"workers": 2})
     shell, folder = Elsewhere(head, job, tmp_path), RunFolder(tmp_path / "runs" / "tiny")
 
     following = shell.submit("--follow")
