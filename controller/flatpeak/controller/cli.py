@@ -46,7 +46,7 @@ Address = Annotated[
         "$RAY_API_SERVER_ADDRESS, or $RAY_ADDRESS with http. The token is found where Ray has it.",
     ),
 ]
-Spec = Annotated[Path, typer.Argument(metavar="SPEC", help="The job file.")]
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The job file.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override, like train.steps=20."),
@@ -75,7 +75,7 @@ def init(
 
 @app.command()
 def train(
-    spec: Spec, overrides: Overrides = None, resume: Resume = False, as_json: Json = False
+    spec: SpecFile, overrides: Overrides = None, resume: Resume = False, as_json: Json = False
 ) -> None:
     """Run a job from here until it is done."""
     from flatpeak.controller.display import display_for
@@ -96,7 +96,7 @@ def train(
 
 @app.command()
 def submit(
-    spec: Spec,
+    spec: SpecFile,
     overrides: Overrides = None,
     resume: Resume = False,
     address: Address = None,
