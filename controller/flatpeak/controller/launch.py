@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 from ray.exceptions import ActorAlreadyExistsError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatpeak.controller.cluster import NAMESPACE, check_cluster, connected
 from flatpeak.controller.controller import Controller
@@ -251,10 +252,16 @@ def _follow(spec: Spec, token: str, follower: _Follower, signals: StopSignals) -
 
 
 def _start_controller(spec: Spec, token: str, folder: RunFolder) -> Any:
-    """The run's controller; its name in the cluster keeps a second run of that name out."""
+    """The run's controller; its name in the cluster keeps a second run of that name out.
+
+    It lives on this node, so that whoever started the run knows where `metrics.port` is: Ray puts
+    an actor that asks for no resources on any node.
+    """
     serving = serving_of(spec.metrics)
-    name = f"flatpeak-{spec.run}"
-    actor = ray.remote(Controller).options(name=name, num_cpus=0, max_concurrency=2)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(Controller).options(
+        name=f"flatpeak-{spec.run}", num_cpus=0, max_concurrency=2, scheduling_strategy=here
+    )
     deadline = time.monotonic() + _NAME_FREE_S
     while True:
         try:
