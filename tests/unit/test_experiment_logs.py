@@ -17,7 +17,7 @@ from flatpeak.controller.experiment_logs import (
     experiment_logs,
     figures_of,
 )
-from flatpeak.controller.runs import Event, StepRecord
+from flatpeak.controller.runs import Event, RunFolder, StepRecord
 from flatpeak.controller.spec import LoggingSpec, Spec
 from flatpeak.workers.errors import InputError
 from local_run import tiny_spec
@@ -161,6 +161,24 @@ def test_a_log_that_cannot_be_written_is_told_of_once(tmp_path: Path):
     assert str(tmp_path / "tensorboard") in failure
     assert failure.endswith("; the run goes on without TensorBoard")
     assert logs[0].take_failure() is None
+
+
+def test_a_log_that_fails_is_one_warning_among_the_events_of_the_run(tmp_path: Path):
+    (tmp_path / "taken").write_text("")
+    spec = job(tmp_path, tensorboard=str(tmp_path / "taken"))
+    seen: list[Event] = []
+    with RunFolder.create(spec) as folder:
+        logs = experiment_logs(spec, folder.path)
+        follower = launch._Follower(folder, seen.append, logs)
+        with logs[0]:
+            for step in steps(1, 2, 3):
+                follower(step)
+        follower.warn_of_failures()
+        assert [record.step for record in folder.steps()] == [1, 2, 3]
+        (warning,) = folder.events()
+    assert warning.kind == "warning"
+    assert "the run goes on without TensorBoard" in warning.detail["text"]
+    assert seen.count(warning) == 1
 
 
 @pytest.mark.parametrize(
