@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from flatpeak.controller.host_plan import plan_arenas, planned_host_bytes
-from flatpeak.controller.placement import Placed, actors_of, slab_regions
+from flatpeak.controller.placement import Placed, arena_homes, arenas_for, slab_regions
 from flatpeak.controller.spec import Spec, resolve_parallel
 from flatpeak.controller.spec_file import load_spec
 from flatpeak.workers import checkpoint
@@ -33,18 +33,19 @@ def host_bytes(
     """Bytes by node, where `workers` and `optimizers` name the node of each process."""
     ranks = [Placed(f"worker {rank}", None, node) for rank, node in enumerate(workers)]
     actors = [Placed(f"optimizer {index}", None, node) for index, node in enumerate(optimizers)]
-    buckets = _buckets(spec, model, ranks, actors)
+    homes = arena_homes(spec, ranks, actors)
+    buckets = _buckets(spec, model, ranks, homes)
     config = model.config.get_text_config()
     dtype = getattr(torch, spec.train.dtype)
     slab = slab_bytes(tokens_of(spec), config.hidden_size, dtype, config.num_hidden_layers)
-    regions = slab_regions([slab] * len(ranks), ranks, actors)
+    regions = slab_regions([slab] * len(ranks), ranks, homes)
     slots = spec.memory.optimizer.slots
-    arenas = plan_arenas(buckets, regions, actors=len(actors), spare_frames=slots)
-    return planned_host_bytes(arenas, actors, regions, ranks)
+    arenas = plan_arenas(buckets, regions, arenas=len(homes), spare_frames=slots)
+    return planned_host_bytes(arenas, homes, regions, ranks)
 
 
 def _buckets(
-    spec: Spec, model: PreTrainedModel, ranks: list[Placed], actors: list[Placed]
+    spec: Spec, model: PreTrainedModel, ranks: list[Placed], homes: list[str]
 ) -> tuple[Bucket, ...]:
     """As if every parameter were cut evenly over all ranks: so many elements each has to hold."""
     shards = []
@@ -57,5 +58,5 @@ def _buckets(
     return cut_buckets(
         shards,
         bucket_parameters=spec.memory.optimizer.bucket_parameters,
-        actors_of_rank=lambda rank: actors_of(spec, ranks[rank], actors),
+        arenas_of_rank=lambda rank: arenas_for(spec, ranks[rank], homes),
     )
