@@ -74,10 +74,12 @@ def test_losses_are_those_of_a_run_in_shared_memory(tmp_path, nodes, wanted, opt
         parameters = driver.wait_for(kind="started")["detail"]["parameters"]
         driver.wait_for(step=1)
         arenas = [len(list(folder.iterdir())) for folder in folders]
+        controller = Path(f"/proc/{driver.pids()['controller']}/environ").read_bytes()
         ended = driver.end()
         assert driver.left() == []
     assert (ended.code, ended.err) == (0, "")
     assert arenas == [optimizers - 1, 1]
+    assert f"{FOLDER}={folders[0]}".encode() in controller.split(b"\0")  # the driver's node
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
     assert [step["loss"] for step in ended.steps()] == wanted
     figures = [step["optimizer"] for step in ended.steps()]
