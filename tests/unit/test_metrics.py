@@ -68,7 +68,7 @@ def worker_metrics() -> WorkerMetrics:
         tiny_content("qwen3_moe"),
         memory={"device_budget_bytes": 1000, "dispatch": {"receive_rows": 64}},
     )
-    return WorkerMetrics(spec, 1)
+    return WorkerMetrics(spec, 1, generation=2)
 
 
 def test_names_keep_the_rules_of_prometheus():
@@ -130,7 +130,13 @@ def test_a_worker_exports_its_last_step():
         ("boundaries_kept_bytes",): 2,
         ("boundaries_slab_bytes",): 9,
     }
-    assert metrics.labels == {"run": "tiny", "role": "worker", "rank": "1"}
+    assert metrics.labels == {"run": "tiny", "role": "worker", "rank": "1", "generation": "2"}
+
+
+def test_a_worker_exports_what_its_components_are_planned_to_take():
+    metrics = worker_metrics()
+    metrics.plan({"boundaries": 4096})
+    assert values(metrics)["planned_peak_bytes", "boundaries"] == 4096
 
 
 def test_a_spike_stays_in_the_window_and_in_the_lifetime_whoever_has_read_it():

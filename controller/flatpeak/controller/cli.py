@@ -74,13 +74,15 @@ def train(
 
     job = load_spec(spec, [*(overrides or []), *(["resume=true"] if resume else [])])
 
-    from flatpeak.controller import launch
-
-    # The display has its stream by now; Ray would print there what it has to say of a death.
+    # The display has its stream by then; Ray would print there what it has to say of a death.
     with (
         display_for(steps=job.train.steps, json=as_json) as display,
         redirect_stdout(sys.stderr),
     ):
+        display.note("loading torch and Ray, checking the job")
+
+        from flatpeak.controller import launch
+
         summary = launch.train(job, on_event=display)
     display.summary(summary)
 
@@ -151,17 +153,25 @@ def stop(
     """End a run that is driven from this machine, and wait until it is gone."""
     from flatpeak.controller.runs import RunFolder, stop_run
 
-    state = stop_run(RunFolder.open(runs_dir, run), timeout_s=timeout)
+    folder = RunFolder.open(runs_dir, run)
+    if folder.info.alive:  # it has an update to finish and a snapshot to write
+        print(f"{run}: stopping, which may take {timeout:g} s", file=sys.stderr, flush=True)
+    state = stop_run(folder, timeout_s=timeout)
     print(json.dumps({"run": run, "state": str(state)}) if as_json else f"{run}: {state}")
 
 
 @app.command()
-def watch(run: RunName, runs_dir: RunsDir = Path("runs"), as_json: Json = False) -> None:
+def watch(
+    run: RunName,
+    runs_dir: RunsDir = Path("runs"),
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for it to start.")] = 60.0,
+    as_json: Json = False,
+) -> None:
     """Show a run as it goes: peaks against their bounds, loss, speed, events."""
-    from flatpeak.controller.runs import RunFolder
+    from flatpeak.controller.watch import wait_for_run
     from flatpeak.controller.watch import watch as show
 
-    show(RunFolder.open(runs_dir, run), as_json=as_json)
+    show(wait_for_run(runs_dir, run, timeout_s=wait), as_json=as_json)
 
 
 @app.command()

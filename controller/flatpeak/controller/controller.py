@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flatpeak.controller.display import count
 from flatpeak.controller.host_plan import (
     check_host_bytes,
     first_of_nodes,
@@ -48,10 +49,11 @@ from flatpeak.controller.runs import Event, RunEvent, event
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.step_results import check_budget, larger_shapes, step_record
-from flatpeak.controller.waiting import Interrupted, collect
+from flatpeak.controller.waiting import Interrupted, collect, listed
 from flatpeak.workers.actors import log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
 from flatpeak.workers.errors import FlatpeakError, RunFailed, WaitTimeout
+from flatpeak.workers.host_memory import HostMemory
 from flatpeak.workers.metrics import Serving
 from flatpeak.workers.optimizer import clipping_factor
 from flatpeak.workers.snapshot import (
@@ -76,11 +78,16 @@ class Controller:
     that all runs share.
     """
 
-    def __init__(self, spec: Spec, folder: str, token: str, serving: Serving | None) -> None:
+    def __init__(
+        self, spec: Spec, folder: str, token: str, serving: Serving | None, generation: int
+    ) -> None:
         self.spec, self.folder, self._token = spec, Path(folder), token
         self._serving = serving
-        self._metrics = RunMetrics(spec)
-        log_to(str(self.folder / "logs"), "controller")
+        self._metrics = RunMetrics(spec, generation)
+        # What every process that is started bears.
+        logs = str(self.folder / "logs")
+        self._marks: dict[str, Any] = {"logs": logs, "token": token, "generation": generation}
+        log_to(logs, "controller")
         log.info("controller, pid %d", os.getpid())
         self._stop = threading.Event()
         self._group: Any = None
@@ -100,6 +107,7 @@ class Controller:
         self._on_device = False  # whether workers update buckets
         self._ending = False
         self._results: dict[str, StepResult] = {}
+        self._host_memory: dict[str, HostMemory] = {}  # of the optimizer actors
 
     def stop(self) -> None:
         """Ends the run at once; what is committed is kept as `snapshots.at_end` says."""
@@ -136,24 +144,27 @@ class Controller:
     # Start
 
     def _start(self) -> Iterator[Event]:
-        spec, logs = self.spec, str(self.folder / "logs")
+        spec = self.spec
+        workers, actors = spec.cluster.workers, spec.cluster.optimizers
         device = pick_device(spec)
+        yield event("starting", what=f"placing {count(workers, 'worker')} and starting them")
         for group in reserve_workers(spec, device):
             self._group = group
             self._look_for_stop()
-        for worker in start_workers(spec, self._group, device, logs=logs, token=self._token):
+        for worker in start_workers(spec, self._group, device, **self._marks):
             self._workers.append(worker)
         nodes = self._ask(self._workers, "start of the workers", "node")
         self._workers = [Placed(w.name, w.handle, nodes[w.name]) for w in self._workers]
         placed = {"workers": len(nodes), "nodes": sorted(set(nodes.values()))}
         yield event("workers_placed", device=device, **placed)
         # Before the model is built, so that both start at once.
-        for optimizer in start_optimizers(spec, self._workers, logs=logs, token=self._token):
+        for optimizer in start_optimizers(spec, self._workers, **self._marks):
             self._optimizers.append(optimizer)
         if self._serving is not None:
             yield self._metrics.serve(self._serving)
             yield from self._export(self._serving, [*self._workers, *self._optimizers])
 
+        yield event("starting", what="building the model")
         host, port = self._ask(self._workers[:1], "rendezvous", "open_rendezvous")["worker 0"]
         self._ask(self._workers, "forming the process group", "join", host, port)
         shards = self._ask(self._workers, "building the model", "build")
@@ -167,6 +178,7 @@ class Controller:
         regions = slab_regions(
             [slabs[worker.name] for worker in self._workers], self._workers, self._optimizers
         )
+        yield event("starting", what=f"filling the arenas of {count(actors, 'optimizer actor')}")
         self._ask(self._optimizers, "start of the optimizer actors", "sweep")
         planned = yield from self._fill_arenas(buckets, regions)
         yield event(
@@ -279,8 +291,7 @@ class Controller:
         return str(Path(self.spec.cluster.shm_dir) / name)
 
     def _start_successor(self, index: int) -> Placed:
-        node, logs = self._optimizers[index].node, str(self.folder / "logs")
-        return start_optimizer(self.spec, index, node, logs=logs, token=self._token)
+        return start_optimizer(self.spec, index, self._optimizers[index].node, **self._marks)
 
     # Train
 
@@ -296,6 +307,8 @@ class Controller:
             self._committed = self._team.last.step
             yield from self._commit_snapshot()
             self._results = {worker.name: answers[worker.name] for worker in self._workers}
+            actors = {actor.name for actor in self._optimizers}
+            self._host_memory = {who: answers[who] for who in actors & answers.keys()}
             results = list(self._results.values())
             for result in results:
                 largest = larger_shapes(largest, result.largest)
@@ -416,8 +429,16 @@ class Controller:
 
     def _last_seen(self, who: str) -> str:
         """What is known of a process that died: its own memory of it died with it."""
-        result = self._results.get(who)
-        if result is None:
-            return f"the last committed step is {self._committed}"
-        peaks = ", ".join(f"{name} {nbytes:,}" for name, nbytes in result.peaks.items())
-        return f"it had finished step {result.step} with peaks in bytes: {peaks or 'not measured'}"
+        if (result := self._results.get(who)) is not None:
+            return (
+                f"it had finished step {result.step} with {result.live_bytes:,} bytes of device "
+                f"memory and {result.host.in_use_bytes:,} of host memory in use, and peaks in "
+                f"bytes: {listed(result.peaks)}"
+            )
+        committed = f"the last committed step is {self._committed}"
+        if (host := self._host_memory.get(who)) is None:
+            return committed
+        return (
+            f"{committed}, after which it had {host.in_use_bytes:,} bytes of host memory in use, "
+            f"at most {host.peak_bytes:,}"
+        )

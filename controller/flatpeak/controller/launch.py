@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 from ray.exceptions import ActorAlreadyExistsError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatpeak.controller.cluster import NAMESPACE, check_cluster, connected
 from flatpeak.controller.controller import Controller
@@ -34,7 +35,7 @@ from flatpeak.controller.runs import (
 )
 from flatpeak.controller.signals import StopSignals
 from flatpeak.controller.spec import Spec, check_against_model, resolve_parallel
-from flatpeak.controller.waiting import describe
+from flatpeak.controller.waiting import describe, listed
 from flatpeak.workers import checkpoint
 from flatpeak.workers.arena import sweep_stale
 from flatpeak.workers.errors import ClusterError, FlatpeakError, InputError
@@ -113,6 +114,9 @@ def _marks(spec: Spec) -> Annotator:
 
 
 def _drive(spec: Spec, token: str, follower: "_Follower", signals: StopSignals) -> None:
+    local = spec.cluster.address == "local"
+    what = "Ray on this machine" if local else f"in the Ray cluster at {spec.cluster.address}"
+    follower(event("starting", what=f"starting {what}"))
     try:
         with connected(spec) as warnings:
             signals.catch()
@@ -160,6 +164,13 @@ class _Follower:
         self._marks(happened)
         if (text := self._marks.take_failure()) is not None:
             self(event("warning", text=text))
+
+    def last_seen(self, who: str) -> str:
+        """What is known of a controller that died."""
+        if not self._steps:
+            return "before its first step"
+        last = self._steps[-1]
+        return f"after step {last.step}, with peaks in bytes: {listed(last.peak_bytes)}"
 
     def write_peaks(self) -> None:
         try:
@@ -228,7 +239,7 @@ def _follow(spec: Spec, token: str, follower: _Follower, signals: StopSignals) -
         cause = getattr(error, "cause", None)
         if isinstance(cause, FlatpeakError):
             raise cause from None
-        raise describe(error, "the controller", "the run") from None
+        raise describe(error, "the controller", "the run", follower.last_seen) from None
     finally:
         ray.kill(controller)
 
@@ -237,11 +248,17 @@ def _start_controller(spec: Spec, token: str, folder: RunFolder) -> Any:
     """The run's controller; its name in the cluster keeps a second run of that name out."""
     serving = serving_of(spec.metrics)
     name = f"flatpeak-{spec.run}"
-    actor = ray.remote(Controller).options(name=name, num_cpus=0, max_concurrency=2)
+    # Beside the driver: an actor keeps its node from being given back, also one that takes no core.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(Controller).options(
+        name=name, num_cpus=0, max_concurrency=2, scheduling_strategy=here
+    )
     deadline = time.monotonic() + _NAME_FREE_S
     while True:
         try:
-            return actor.remote(spec, str(folder.path.resolve()), token, serving)
+            return actor.remote(
+                spec, str(folder.path.resolve()), token, serving, folder.info.generation
+            )
         except ActorAlreadyExistsError:
             # The one of a driver that was just killed goes within seconds.
             if time.monotonic() > deadline:

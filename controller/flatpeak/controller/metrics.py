@@ -19,8 +19,8 @@ _RECENT_STEPS = 32
 class RunMetrics(ProcessMetrics):
     """The run's own metrics, fed with its events, and the addresses of its processes."""
 
-    def __init__(self, spec: Spec) -> None:
-        super().__init__(run=spec.run, role="controller")
+    def __init__(self, spec: Spec, generation: int = 0) -> None:
+        super().__init__(run=spec.run, role="controller", generation=generation)
         self._server: MetricsServer | None = None
         self._targets: dict[str, dict[str, Any]] = {}
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)

@@ -96,7 +96,7 @@ def reserve_workers(spec: Spec, device: str) -> Iterator[PlacementGroup]:
 
 
 def start_workers(
-    spec: Spec, group: PlacementGroup, device: str, *, logs: str, token: str
+    spec: Spec, group: PlacementGroup, device: str, *, logs: str, token: str, generation: int
 ) -> Iterator[Placed]:
     """The workers one by one; their nodes are not known yet."""
     actor = ray.remote(TrainWorker)
@@ -112,12 +112,12 @@ def start_workers(
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=rank
             ),
-        ).remote(spec, rank, device, logs)
+        ).remote(spec, rank, device, logs, generation)
         yield Placed(f"worker {rank}", handle, node="")
 
 
 def start_optimizers(
-    spec: Spec, workers: Sequence[Placed], *, logs: str, token: str
+    spec: Spec, workers: Sequence[Placed], *, logs: str, token: str, generation: int
 ) -> Iterator[Placed]:
     """Optimizer actors one by one, where `cluster.optimizer_placement` says."""
     cores = {
@@ -127,10 +127,12 @@ def start_optimizers(
     place = homes_anywhere if spec.cluster.optimizer_placement == "anywhere" else homes_beside
     homes = place(spec.cluster, busy, cores)
     for index, node in enumerate(homes):
-        yield start_optimizer(spec, index, node, logs=logs, token=token)
+        yield start_optimizer(spec, index, node, logs=logs, token=token, generation=generation)
 
 
-def start_optimizer(spec: Spec, index: int, node: str, *, logs: str, token: str) -> Placed:
+def start_optimizer(
+    spec: Spec, index: int, node: str, *, logs: str, token: str, generation: int
+) -> Placed:
     """The optimizer actor `index`, also in the place of one that is dead."""
     handle = (
         ray.remote(OptimizerActor)
@@ -143,7 +145,7 @@ def start_optimizer(spec: Spec, index: int, node: str, *, logs: str, token: str)
             runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}},
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        .remote(spec, index, logs)
+        .remote(spec, index, logs, generation)
     )
     return Placed(f"optimizer {index}", handle, node)
 

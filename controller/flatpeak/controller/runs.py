@@ -49,6 +49,8 @@ class StepRecord:
     __pydantic_config__ = _EXACT
 
     step: int
+    time: float | None = None
+    """Unix time at which it was done; None in the records of old runs."""
     loss: _NullAsNan
     nll: float | None = None
     """Mean negative log likelihood of the targets: the loss without what is added to it, which
@@ -145,6 +147,8 @@ class RunInfo:
     state: RunState
     steps: int
     started: float
+    generation: int = 0
+    """Starts of the run before this one."""
     address: str | None = None
     namespace: str | None = None
     ended: float | None = None
@@ -205,8 +209,9 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         )
         try:
             with ExitStack() as held:
-                folder._claim(spec, held)
-                folder._write_info(info)
+                before = folder._claim(spec, held)
+                generation = 0 if before is None else before.generation + 1
+                folder._write_info(replace(info, generation=generation))
                 folder._prepare(spec)
                 folder._held = held.pop_all()
         except OSError as error:
@@ -269,15 +274,23 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         return list(_read_lines(self.path / "events.jsonl", _EVENT))
 
     def follow(self) -> Callable[[], list[Event]]:
-        """A function that returns what was recorded since its last call, events first.
+        """A function that returns what was recorded since its last call, in order of time.
 
-        Steps come as they were done: those after the snapshot of a resumed run once more.
+        Steps come as they were done: those after the snapshot of a resumed run once more. Those of
+        old runs bear no time, and come first.
         """
         readers = [
             _Appended(self.path / "events.jsonl", _EVENT),
             _Appended(self.path / "steps.jsonl", _STEP),
         ]
-        return lambda: [record for reader in readers for record in reader.read()]
+
+        def new() -> list[Event]:
+            records = [record for reader in readers for record in reader.read()]
+            return sorted(
+                records, key=lambda record: -math.inf if record.time is None else record.time
+            )
+
+        return new
 
     def set_cluster(self, *, address: str, namespace: str) -> None:
         """Note the Ray cluster that the run uses, once it is up."""
@@ -300,12 +313,13 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             else:
                 self.finish(RunState.FAILED, reason=str(error) or type(error).__name__)
 
-    def _claim(self, spec: Spec, held: ExitStack) -> None:
+    def _claim(self, spec: Spec, held: ExitStack) -> RunInfo | None:
+        """Keep the folder until `held` closes; returns what it says of an earlier run."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self.path.mkdir()  # atomic: of two drivers with one name only one gets past
             self._lock(held)
-            return
+            return None
         except FileExistsError:
             pass
         if not (self.path / "run.json").is_file():
@@ -323,6 +337,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 f"the run {spec.run} exists ({info.seen_state}); go on with it by --resume, or "
                 f"choose a free name, like --set run={self._free_name()}"
             )
+        return info
 
     def _lock(self, held: ExitStack) -> bool:
         """Lock the folder until `held` closes; False when another has it.

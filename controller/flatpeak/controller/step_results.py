@@ -1,5 +1,6 @@
 """What the results of all ranks come to."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import prod
@@ -36,6 +37,7 @@ def step_record(
     ids = sample_ids(first.step - 1, spec.train.sequences_per_step)
     return StepRecord(
         step=first.step,
+        time=time.time(),
         loss=first.loss,
         nll=first.nll,
         grad_norm=first.grad_norm,

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,7 +23,9 @@ from flatpeak.controller.runs import (
     StepRecord,
     highest_of,
     in_order_of_peaks,
+    list_runs,
 )
+from flatpeak.workers.errors import InputError
 
 _POLL_S = 0.5
 _RECENT_STEPS = 20
@@ -63,6 +66,26 @@ def watch(folder: RunFolder, *, as_json: bool = False) -> None:
             live.update(picture(folder.info, seen, _ages(folder)), refresh=True)
     if reason := folder.info.reason:
         console.print(reason, markup=False, highlight=False, soft_wrap=True)
+
+
+def wait_for_run(runs_dir: str | Path, run: str, *, timeout_s: float) -> RunFolder:
+    """The folder of a run that may just be starting: it has one once its job has been checked.
+
+    Raises InputError when there is none in time.
+    """
+    list_runs(runs_dir)  # where no run can ever be, there is nothing to wait for
+    deadline, said = time.monotonic() + timeout_s, False
+    while True:
+        try:
+            return RunFolder.open(runs_dir, run)
+        except InputError as absent:
+            if time.monotonic() > deadline:
+                raise
+            if not said:
+                text = f"{absent}; waiting up to {timeout_s:g} s for it to start"
+                print(text, file=sys.stderr, flush=True)
+        said = True
+        time.sleep(_POLL_S)
 
 
 def follow(folder: RunFolder) -> Iterator[Event | None]:

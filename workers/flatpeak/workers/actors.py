@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from flatpeak.workers.arena import Arena, sweep_stale
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.errors import ClusterError
-from flatpeak.workers.host_memory import Room, node_path, room
+from flatpeak.workers.host_memory import HostMemory, Room, host_memory, node_path, room
 from flatpeak.workers.metrics import NODE, MetricsServer, ProcessMetrics, Serving
 from flatpeak.workers.metrics.roles import OptimizerMetrics, WorkerMetrics
 from flatpeak.workers.optimizer import OptimizerCore
@@ -84,7 +84,9 @@ class _Exporting:
 class TrainWorker(_Exporting):
     """One rank: a `Trainer` and its place in the process group."""
 
-    def __init__(self, spec: "Spec", rank: int, device: str, logs: str) -> None:
+    def __init__(
+        self, spec: "Spec", rank: int, device: str, logs: str, generation: int = 0
+    ) -> None:
         log_to(logs, f"worker-{rank}")
         log.info("rank %d on %s, pid %d", rank, device, os.getpid())
         # Here, because no arena of this run is in the making yet, and this node has a worker.
@@ -96,7 +98,7 @@ class TrainWorker(_Exporting):
         if device == "cuda":
             torch.cuda.set_device(self._device)
         self._trainer = Trainer(spec, rank=rank, device=self._device)
-        self._metrics: WorkerMetrics = WorkerMetrics(spec, rank)
+        self._metrics: WorkerMetrics = WorkerMetrics(spec, rank, generation)
         self._store: TCPStore | None = None
 
     def node(self) -> str:
@@ -166,6 +168,7 @@ class TrainWorker(_Exporting):
         }
         paths = {actor: str(node_path(path)) for actor, path in arenas.items()}
         self._trainer.attach(buckets, paths, slab, remote=remote)
+        self._metrics.plan(self._trainer.planned_peaks())
 
     def step(self, step: int) -> StepResult:
         try:
@@ -185,7 +188,7 @@ class TrainWorker(_Exporting):
 class OptimizerActor(_Exporting):
     """Owner of one arena: fills it, updates it, writes it to disk, removes it."""
 
-    def __init__(self, spec: "Spec", index: int, logs: str) -> None:
+    def __init__(self, spec: "Spec", index: int, logs: str, generation: int = 0) -> None:
         log_to(logs, f"optimizer-{index}")
         log.info("optimizer %d, pid %d", index, os.getpid())
         torch.set_num_threads(spec.cluster.cpus_per_optimizer)
@@ -193,7 +196,7 @@ class OptimizerActor(_Exporting):
         self._arena: Arena | None = None
         self._core: OptimizerCore | None = None
         self._server: ArenaServer | None = None
-        self._metrics: OptimizerMetrics = OptimizerMetrics(spec, index)
+        self._metrics: OptimizerMetrics = OptimizerMetrics(spec, index, generation)
 
     def sweep(self) -> None:
         """Removes what dead runs left here, before any actor of this run makes its arena."""
@@ -255,19 +258,20 @@ class OptimizerActor(_Exporting):
         """Parameters a second, while all actors measure theirs."""
         return measure_host_rate()
 
-    def update(self, step: int, lr: float, clip_factor: float | None) -> None:
+    def update(self, step: int, lr: float, clip_factor: float | None) -> HostMemory:
         """Returns when `step` is committed: also by the workers that update buckets themselves."""
         self.core.update(step, lr=lr, clip_factor=clip_factor)
-        self._committed(step)
+        return self._committed(step)
 
-    def finish(self, step: int, lr: float, clip_factor: float | None) -> None:
+    def finish(self, step: int, lr: float, clip_factor: float | None) -> HostMemory:
         """`update` of the step that was asked of a dead predecessor, whatever it did of it."""
         self.core.finish(step, lr=lr, clip_factor=clip_factor)
-        self._committed(step)
+        return self._committed(step)
 
-    def _committed(self, step: int) -> None:
+    def _committed(self, step: int) -> HostMemory:
         self.core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
         self._metrics.observe(self.core)
+        return host_memory()
 
     def snapshot(self, folder: str, step: int) -> SnapshotPart:
         return write_snapshot_part(folder, self.core.arena, actor=self._index, step=step)

@@ -1,5 +1,6 @@
 """What the metrics of workers and optimizer actors are set from."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from flatpeak.workers.metrics.process import ProcessMetrics
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
 class WorkerMetrics(ProcessMetrics):
     """Of one rank, set once a step."""
 
-    def __init__(self, spec: "Spec", rank: int) -> None:
-        super().__init__(run=spec.run, role="worker", rank=rank)
+    def __init__(self, spec: "Spec", rank: int, generation: int = 0) -> None:
+        super().__init__(run=spec.run, role="worker", rank=rank, generation=generation)
         self._window_s = spec.metrics.window_s
         memory = spec.memory
         if memory.device_budget_bytes is not None:
@@ -24,6 +25,10 @@ class WorkerMetrics(ProcessMetrics):
             self.set("dispatch_budget_bytes", budget)
         if memory.dispatch.receive_rows != "auto":
             self.set("dispatch_receive_cap_rows", memory.dispatch.receive_rows)
+
+    def plan(self, peaks: Mapping[str, int]) -> None:
+        for component, nbytes in peaks.items():
+            self.set("planned_peak_bytes", nbytes, component)
 
     def observe(self, result: "StepResult") -> None:
         for component, nbytes in result.peaks.items():
@@ -49,8 +54,8 @@ class WorkerMetrics(ProcessMetrics):
 class OptimizerMetrics(ProcessMetrics):
     """Of one optimizer actor, set after each update."""
 
-    def __init__(self, spec: "Spec", index: int) -> None:
-        super().__init__(run=spec.run, role="optimizer", rank=index)
+    def __init__(self, spec: "Spec", index: int, generation: int = 0) -> None:
+        super().__init__(run=spec.run, role="optimizer", rank=index, generation=generation)
         self._counted = (0, 0, 0.0)
 
     def observe(self, core: "OptimizerCore") -> None:
