@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import time
@@ -161,12 +162,21 @@ def test_an_interrupt_while_the_run_starts_ends_it(tmp_path, cluster):
 @pytest.mark.parametrize(
     ("victim", "name", "known"),
     [
-        ("worker-1", "worker 1 died (it had finished step ", "with peaks in bytes: total "),
-        ("controller", "the run: the controller died (pid ", ""),
+        (
+            "worker-1",
+            "worker 1 died (it had finished step ",
+            r"with [\d,]+ bytes of device memory and [\d,]{10,} of host memory in use, and "
+            r"peaks in bytes: total [\d,]+, .*dispatch [\d,]+.*; pid",
+        ),
+        (
+            "controller",
+            "the run: the controller died (after step ",
+            r", with peaks in bytes: .*dispatch [\d,]+.*; pid",
+        ),
     ],
     ids=["worker", "controller"],
 )
-def test_a_process_that_is_killed_ends_the_run_with_its_name(
+def test_a_process_that_is_killed_ends_the_run_with_its_name_its_memory_and_the_cause(
     tmp_path, cluster, victim, name, known
 ):
     job = tiny_job(tmp_path, train=LONG, cluster=cluster | {"workers": 2})
@@ -179,7 +189,8 @@ def test_a_process_that_is_killed_ends_the_run_with_its_name(
     assert ended.code == 4
     assert ended.seconds < 20 * load()
     assert name in ended.err
-    assert known in ended.err
+    assert re.search(known, ended.err)
+    assert "worker process has died" in ended.err
     assert f"pid {pid}, ip " in ended.err
     assert "Traceback" not in ended.err
     found = state(job, tmp_path)
@@ -191,16 +202,36 @@ def test_a_process_that_is_killed_ends_the_run_with_its_name(
     assert (kept != []) == (victim == "worker-1")
 
 
+def test_after_kill_9_of_the_driver_its_run_starts_again_in_the_same_cluster(tmp_path, cluster):
+    job = tiny_job(tmp_path, train=LONG, cluster=cluster, snapshots={"every_steps": 1})
+    with driving(job, tmp_path) as driver:
+        driver.wait_for(kind="snapshot")
+        driver.process.kill()
+        driver.end()
+    began = time.monotonic()
+    with driving(job, tmp_path, "--resume") as driver:
+        driver.wait_for(kind="started")
+        restarted = time.monotonic() - began
+        driver.signal(signal.SIGTERM)
+        ended = driver.end()
+        assert nothing_left(driver)
+    print(f"started again in {restarted:.1f} s")
+    assert restarted < 60 * load()
+    assert (ended.code, ended.err) == (130, "")
+
+
 def test_a_stop_while_an_optimizer_actor_is_replaced_keeps_what_was_committed(tmp_path, cluster):
     job = tiny_job(tmp_path, train=LONG, cluster=cluster | {"optimizers": 2})
     with driving(job, tmp_path) as driver:
         driver.wait_for(step=2)
         driver.kill_actor("optimizer-1")
-        driver.wait_for(kind="optimizer_lost")
+        lost = driver.wait_for(kind="optimizer_lost")
         driver.signal(signal.SIGTERM)
         ended = driver.end()
         assert nothing_left(driver)
     assert "Traceback" not in ended.err
+    known = r"optimizer 1 died .*had [\d,]{10,} bytes of host memory in use, at most [\d,]{10,};"
+    assert re.search(known, lost["detail"]["reason"])
     assert check_stopped(ended, driver, tmp_path) == ended.steps()[-1]["step"]
 
 

@@ -1,4 +1,7 @@
-"""A run on two Ray nodes that share no arena folder: one has the workers, the other an actor."""
+"""A run on two Ray nodes that share no arena folder: one has the workers, the other an actor.
+
+A third node has no cores: only actors that take none could be there.
+"""
 
 import os
 import re
@@ -20,15 +23,15 @@ FOLDER = "FLATPEAK_TEST_SHM"  # each node has its own
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory) -> Iterator[tuple[str, list[Path]]]:
-    """The address of a Ray of two nodes, the first with cores for three, and their folders."""
-    folders = [tmp_path_factory.mktemp(name) for name in ("workers", "other")]
+    """The address of a Ray of three nodes, the first with cores for three, and their folders."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("workers", "other", "idle")]
     changed = {"PYTHONPATH": SOURCE_ROOTS, "OMP_NUM_THREADS": "1", FOLDER: str(folders[0])}
     before = {name: os.environ.get(name) for name in (*changed, "RAY_AUTH_MODE")}
     os.environ.update(changed)
     shared: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
     cluster = Cluster()
     try:
-        for folder, cores in zip(folders, (3, 1), strict=True):
+        for folder, cores in zip(folders, (3, 1, 0), strict=True):
             os.environ[FOLDER] = str(folder)
             cluster.add_node(num_cpus=cores, **shared)
         os.environ[FOLDER] = str(folders[0])
@@ -69,11 +72,15 @@ def test_losses_are_those_of_a_run_in_shared_memory(tmp_path, nodes, wanted, opt
         parameters = driver.wait_for(kind="started")["detail"]["parameters"]
         driver.wait_for(step=1)
         arenas = [len(list(folder.iterdir())) for folder in folders]
+        homes = {name: folder_of(pid) for name, pid in driver.pids().items()}
         ended = driver.end()
         assert driver.left() == []
     assert (ended.code, ended.err) == (0, "")
-    assert arenas == [optimizers - 1, 1]
-    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+    assert arenas == [optimizers - 1, 1, 0]
+    assert [list(folder.iterdir()) for folder in folders] == [[], [], []]
+    # An actor keeps its node from being given back, also one that takes no core.
+    assert set(homes.values()) == {str(folder) for folder in folders[:2]}
+    assert homes["controller"] == homes["worker-0"] == str(folders[0])
     assert [step["loss"] for step in ended.steps()] == wanted
     figures = [step["optimizer"] for step in ended.steps()]
     print(f"{parameters} parameters, {figures[-1]}")
@@ -98,4 +105,11 @@ def test_an_actor_that_is_killed_ends_the_run_and_leaves_nothing_on_its_node(tmp
     # Its worker hears of it first, if no update is under way.
     first = r"worker 0: the connection to optimizer actor 0 at .* is lost: "
     assert re.search(rf"flatpeak: ({first}|step \d+: optimizer 0 died )", ended.err)
-    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+    assert [list(folder.iterdir()) for folder in folders] == [[], [], []]
+
+
+def folder_of(pid: int) -> str:
+    """The arena folder of the process's node."""
+    settings = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    (found,) = [setting for setting in settings if setting.startswith(f"{FOLDER}=".encode())]
+    return found.partition(b"=")[2].decode()

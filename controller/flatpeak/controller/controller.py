@@ -190,10 +190,8 @@ class Controller:
         )
 
     def _follow_actors(self, happened: RunEvent) -> Iterator[Event]:
-        """Keeps the list of who serves metrics as the actors come and go."""
-        if happened.kind == "optimizer_lost":
-            self._metrics.drop_target(happened.detail["actor"])
-        elif happened.kind == "optimizer_replaced" and self._serving is not None:
+        """Lets the successor of an actor serve metrics."""
+        if happened.kind == "optimizer_replaced" and self._serving is not None:
             who = happened.detail["actor"]
             successors = [actor for actor in self._optimizers if actor.name == who]
             yield from self._export(self._serving, successors)

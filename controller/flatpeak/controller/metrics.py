@@ -63,6 +63,8 @@ class RunMetrics(ProcessMetrics):
             self._observe_step(happened)
             return
         self.add("events_total", 1, happened.kind)
+        if happened.kind == "optimizer_lost":
+            self.drop_target(happened.detail["actor"])
         if happened.kind == "snapshot":
             self.set("snapshot_step", happened.detail["step"])
             self.set("snapshot_timestamp_seconds", happened.time)

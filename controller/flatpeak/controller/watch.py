@@ -63,7 +63,7 @@ def watch(folder: RunFolder, *, as_json: bool = False) -> None:
             if event is not None:
                 seen(event)
                 continue
-            live.update(picture(folder.info, seen, _ages(folder)), refresh=True)
+            live.update(picture(folder.info, seen, ages_of(folder)), refresh=True)
     if reason := folder.info.reason:
         console.print(reason, markup=False, highlight=False, soft_wrap=True)
 
@@ -196,7 +196,7 @@ def _actors(ages: dict[str, float]) -> str:
     return "last words  " + ", ".join(f"{name} {_age(age)}" for name, age in ages.items())
 
 
-def _ages(folder: RunFolder) -> dict[str, float]:
+def ages_of(folder: RunFolder) -> dict[str, float]:
     """Seconds since each process last wrote into its log."""
     now = time.time()
     return {path.stem: now - path.stat().st_mtime for path in sorted(folder.logs.glob("*.log"))}
