@@ -48,6 +48,7 @@ RESULT = StepResult(
     refresh=RefreshReport(buckets=5, overlapped_buckets=4, exposed_s=0.125),
     boundaries=BoundaryStats(offloaded_bytes=11, kept_bytes=2, slab_bytes=9),
     peaks={"dispatch": 100, "total": 300},
+    planned={"boundaries": 120},
 )
 RECORD = replace(STEP, step=3, tokens=64, step_seconds=0.5)
 
@@ -123,6 +124,7 @@ def test_a_worker_exports_its_last_step():
         ("peak_last_step_bytes", "total"): 300,
         ("peak_lifetime_bytes", "dispatch"): 100,
         ("peak_lifetime_bytes", "total"): 300,
+        ("planned_peak_bytes", "boundaries"): 120,
         ("dispatch_planned_bytes",): 77,
         ("dispatch_budget_bytes",): 125,
         ("device_budget_bytes",): 1000,
@@ -141,12 +143,6 @@ def test_a_worker_exports_its_last_step():
         ("boundaries_slab_bytes",): 9,
     }
     assert metrics.labels == {"run": "tiny", "role": "worker", "rank": "1", "generation": "2"}
-
-
-def test_a_worker_exports_what_its_components_are_planned_to_take():
-    metrics = worker_metrics()
-    metrics.plan({"boundaries": 4096})
-    assert values(metrics)["planned_peak_bytes", "boundaries"] == 4096
 
 
 def test_a_spike_stays_in_the_window_and_in_the_lifetime_whoever_has_read_it():

@@ -47,6 +47,8 @@ def test_the_picture_has_peaks_against_bounds_in_80_columns_without_colour(tmp_p
     total, dispatch = (next(x for x in lines if x.startswith(n)) for n in ("total", "dispatch "))
     assert total.split()[2:] == ["5.0", "MiB", "5.0", "MiB", "10.0", "MiB"]
     assert dispatch.split()[2:] == ["3.0", "MiB", "4.0", "MiB"]
+    planned = next(x for x in lines if x.startswith("attention"))
+    assert planned.split()[2:] == ["1.0", "MiB", "1.0", "MiB", "2.0", "MiB"]
     # Bars are to scale: the highest fills one.
     assert [line.count("━") for line in (total, dispatch)] == [26, 20]
     assert "2.0 MiB (50.0%) of its budget above inputs and results" in text

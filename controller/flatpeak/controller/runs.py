@@ -64,6 +64,8 @@ class StepRecord:
     """Device memory by component, each of the rank where it was highest."""
     device_budget_bytes: int | None = None
     """The bound on the total, as the spec has it."""
+    planned_bytes: dict[str, int] = field(default_factory=dict)
+    """Bounds on components that follow from the job alone, each of the rank where it is highest."""
     dispatch: dict[str, float | None] = field(default_factory=dict)
     """The figures of a `DispatchReport` on all ranks, and the budget of its bytes."""
     optimizer: dict[str, float] = field(default_factory=dict)
@@ -74,6 +76,10 @@ class StepRecord:
     skipped: bool = False
     first_sample: int
     last_sample: int
+
+    def bound(self, component: str) -> int | None:
+        """Of its whole peak, where it has one."""
+        return self.device_budget_bytes if component == TOTAL else self.planned_bytes.get(component)
 
 
 @dataclass(frozen=True, kw_only=True)

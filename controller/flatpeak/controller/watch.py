@@ -156,8 +156,9 @@ def _peaks(seen: Seen, last: StepRecord) -> Table:
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("bound", justify="right", no_wrap=True)
     for name in in_order_of_peaks(seen.highest):
-        bound = last.device_budget_bytes if name == TOTAL else None
-        near = bound is not None and seen.highest[name] > 0.95 * bound
+        bound = last.bound(name)
+        # The total may rise further; what is planned is reached, and only not to be exceeded.
+        near = bound is not None and seen.highest[name] > bound * (0.95 if name == TOTAL else 1)
         table.add_row(
             Text(name),
             ProgressBar(

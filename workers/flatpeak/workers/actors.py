@@ -168,7 +168,6 @@ class TrainWorker(_Exporting):
         }
         paths = {actor: str(node_path(path)) for actor, path in arenas.items()}
         self._trainer.attach(buckets, paths, slab, remote=remote)
-        self._metrics.plan(self._trainer.planned_peaks())
 
     def step(self, step: int) -> StepResult:
         try:

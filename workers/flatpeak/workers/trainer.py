@@ -74,6 +74,8 @@ class StepResult:
     """To optimizer actors of other nodes, and `received_bytes` from them."""
     received_bytes: int = 0
     peaks: dict[str, int] = field(default_factory=dict)
+    planned: dict[str, int] = field(default_factory=dict)
+    """Most bytes of device memory, by component, of those that depend on the job alone."""
     live_bytes: int = 0
     """Device memory in use at the end of the step."""
     host: HostMemory = field(default_factory=HostMemory)
@@ -219,8 +221,7 @@ class Trainer:
         arena.unlink()  # mapped, it needs no name, and nothing can be left behind
         return arena
 
-    def planned_peaks(self) -> dict[str, int]:
-        """Most bytes of device memory, by component, of those that depend on the job alone."""
+    def _planned_peaks(self) -> dict[str, int]:
         config = self.sharded.model.config
         boundaries = device_bytes(
             tokens_of(self.spec),
@@ -292,6 +293,7 @@ class Trainer:
             sent_bytes=now_sent - sent,
             received_bytes=now_received - received,
             peaks=self._meter.peaks() if self._meter else {},
+            planned=self._planned_peaks(),
             live_bytes=self._meter.live()[TOTAL] if self._meter else 0,
             host=host_memory(),
             largest=self._meter.largest_tensors() if self._meter and self._on_cpu() else {},

@@ -120,7 +120,7 @@ def _peaks(steps: Sequence[StepRecord]) -> list[Peak]:
     largest = max([1, *highest.values()])
     found = []
     for name in in_order_of_peaks(highest):
-        bound = _bound(name, steps)
+        bound = steps[-1].bound(name)
         found.append(
             Peak(
                 name,
@@ -132,11 +132,6 @@ def _peaks(steps: Sequence[StepRecord]) -> list[Peak]:
             )
         )
     return found
-
-
-def _bound(component: str, steps: Sequence[StepRecord]) -> int | None:
-    """The bound of a component's whole peak, where it has one."""
-    return steps[-1].device_budget_bytes if component == TOTAL else None
 
 
 def _charts(steps: Sequence[StepRecord]) -> list[Chart]:

@@ -1,6 +1,5 @@
 """What the metrics of workers and optimizer actors are set from."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from flatpeak.workers.metrics.process import ProcessMetrics
@@ -26,15 +25,13 @@ class WorkerMetrics(ProcessMetrics):
         if memory.dispatch.receive_rows != "auto":
             self.set("dispatch_receive_cap_rows", memory.dispatch.receive_rows)
 
-    def plan(self, peaks: Mapping[str, int]) -> None:
-        for component, nbytes in peaks.items():
-            self.set("planned_peak_bytes", nbytes, component)
-
     def observe(self, result: "StepResult") -> None:
         for component, nbytes in result.peaks.items():
             self.record("peak_window_bytes", nbytes, component, window_s=self._window_s)
             self.set("peak_last_step_bytes", nbytes, component)
             self.raise_to("peak_lifetime_bytes", nbytes, component)
+        for component, nbytes in result.planned.items():
+            self.set("planned_peak_bytes", nbytes, component)
         if result.dispatch.planned_bytes:
             self.set("dispatch_planned_bytes", result.dispatch.planned_bytes)
         self.set("worker_step_seconds", result.seconds)
