@@ -190,6 +190,7 @@ def test_panels_and_rules_have_data_for_every_server_and_the_dead_have_none(
     driver: Driver, tmp_path: Path
 ):
     targets = driver.wait_for(kind="metrics")["detail"]["address"]
+    driver.wait_for(step=1)
     with (
         prometheus(tmp_path / "first", targets) as first,
         prometheus(tmp_path / "second", targets) as second,

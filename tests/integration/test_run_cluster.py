@@ -275,6 +275,22 @@ def test_what_the_cluster_can_never_give_is_refused_with_the_numbers(
     assert ended.err.count("\n") == 1
 
 
+def test_a_placement_that_waits_for_others_is_given_up_with_what_is_free(tmp_path, cluster):
+    held = ray.util.placement_group([{"CPU": CORES}])
+    try:
+        assert held.wait(60)
+        job = tiny_job(tmp_path, cluster=cluster | {"start_timeout_s": 2.0})
+        with driving(job, tmp_path) as driver:
+            ended = driver.end()
+            assert driver.left() == []
+    finally:
+        ray.util.remove_placement_group(held)
+    assert ended.code == 4
+    assert "1 workers with {'CPU': 1.0} each were not placed within cluster.start" in ended.err
+    assert "(Ray says " in ended.err
+    assert "free in the whole cluster: {'CPU': 0.0}. Wait for other jobs to end" in ended.err
+
+
 def test_a_taken_rendezvous_port_ends_the_start(tmp_path, cluster):
     with socket.socket() as taken:
         taken.bind(("", 0))  # whatever address the worker meets its peers at
