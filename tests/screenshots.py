@@ -25,7 +25,7 @@ MOST_BYTES = 150_000
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WIDE, NARROW = (1280, 1180), (400, 1180)
 COLUMNS = 80
-STEPS, SEEN_AT = 60, 40
+STEPS, SEEN_AT = 40, 30
 
 
 def main() -> None:
