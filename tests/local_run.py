@@ -25,6 +25,7 @@ from flatpeak.workers.data import NO_TARGET, Sample
 from flatpeak.workers.optimizer import OptimizerCore, clipping_factor
 from flatpeak.workers.plain import PlainTrainer, plain_model
 from flatpeak.workers.settings import adamw_of, samples_of
+from flatpeak.workers.snapshot import SnapshotReader
 from flatpeak.workers.trainer import SlabRegion, StepResult, Trainer
 from flatpeak.workers.update_split import assign_updates
 from flatpeak.workers.weights import open_weights
@@ -275,6 +276,20 @@ def _whole(core: OptimizerCore, what: str) -> dict[str, Tensor]:
         name: torch.cat([v for _, v in sorted(held, key=lambda piece: piece[0].start)]).clone()
         for name, held in pieces.items()
     }
+
+
+def holds_state_of(snapshot: Path, outcome: Outcome) -> bool:
+    """Whether masters and moments of the snapshot are those after the last step, to the bit."""
+    with SnapshotReader(snapshot) as reader:
+        return all(
+            torch.equal(found, wanted)
+            for name, master in outcome.parameters.items()
+            for found, wanted in zip(
+                reader.read(Range(name, 0, master.numel())),
+                (master, *(moment[name] for moment in outcome.moments)),
+                strict=True,
+            )
+        )
 
 
 @dataclass

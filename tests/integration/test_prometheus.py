@@ -4,6 +4,7 @@ see the same, and the series of a process end with it."""
 import json
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -19,6 +20,7 @@ import yaml
 
 from driven_run import PATIENCE_S, Driver, driving, tiny_job
 from flatpeak.controller.dashboards import dashboards
+from flatpeak.workers.metrics.names import PROCESS_LABELS
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "prometheus"
 SCRAPE_S = 1
@@ -160,8 +162,8 @@ def gone_in_two_scrapes(api: str, series: str, since: float) -> bool:
     """
     (one,) = query(api, f"{series}", time=f"{since - 0.1:.3f}")
     labels = one["metric"]
-    target = f'up{{role="{labels["role"]}",rank="{labels["rank"]}"}}[1h]'
-    found = [float(at) for up in query(api, target) for at, _ in up["values"]]
+    own = ",".join(f'{name}="{labels[name]}"' for name in PROCESS_LABELS)
+    found = [float(at) for up in query(api, f"up{{{own}}}[1h]") for at, _ in up["values"]]
     later = [at for at in found if at > since]
     # Fewer where discovery has dropped the target before them.
     at = later[1] if len(later) > 1 else since + 2 * SCRAPE_S
@@ -215,12 +217,16 @@ def test_panels_and_rules_have_data_for_every_server_and_the_dead_have_none(
             updated = 'flatpeak_updated_buckets_total{role="optimizer"} > 0'
             eventually("the successor is scraped", lambda api=api, e=updated: query(api, e))
 
+        series = 'flatpeak_peak_window_bytes{rank="1",component="total",generation="%d"}'
         killed = kill(driver, "worker-1")
-        assert driver.end().code == 4
-        time.sleep(2 * SCRAPE_S)
+        driver.wait_for(kind="worker_lost")
+        assert "worker" not in roles(targets)
+        driver.wait_for(kind="workers_replaced")
         for api in (first, second):
-            series = 'flatpeak_peak_window_bytes{role="worker",rank="1",component="total"}'
-            assert gone_in_two_scrapes(api, series, killed)
+            assert gone_in_two_scrapes(api, series % 0, killed)
+            eventually("the next generation is scraped", lambda api=api: query(api, series % 1))
+        driver.signal(signal.SIGINT)
+        assert driver.end().code == 130
 
 
 def kill(driver: Driver, actor: str) -> float:

@@ -159,47 +159,28 @@ def test_an_interrupt_while_the_run_starts_ends_it(tmp_path, cluster):
     assert list(driver.run.snapshots.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("victim", "name", "known"),
-    [
-        (
-            "worker-1",
-            "worker 1 died (it had finished step ",
-            r"with [\d,]+ bytes of device memory and [\d,]{10,} of host memory in use, and "
-            r"peaks in bytes: total [\d,]+, .*dispatch [\d,]+.*; pid",
-        ),
-        (
-            "controller",
-            "the run: the controller died (after step ",
-            r", with peaks in bytes: .*dispatch [\d,]+.*; pid",
-        ),
-    ],
-    ids=["worker", "controller"],
-)
-def test_a_process_that_is_killed_ends_the_run_with_its_name_its_memory_and_the_cause(
-    tmp_path, cluster, victim, name, known
-):
+def test_a_controller_that_is_killed_ends_the_run(tmp_path, cluster):
     job = tiny_job(tmp_path, train=LONG, cluster=cluster | {"workers": 2})
     with driving(job, tmp_path) as driver:
         driver.wait_for(step=2)
-        pid = driver.kill_actor(victim)
+        pid = driver.kill_actor("controller")
         ended = driver.end()
         assert nothing_left(driver)
     print(f"ended in {ended.seconds:.1f} s: {ended.err}")
     assert ended.code == 4
     assert ended.seconds < 20 * load()
-    assert name in ended.err
+    known = (
+        rf"the run: the controller died \(after step \d+, with peaks in bytes: .*; pid {pid}, ip "
+    )
     assert re.search(known, ended.err)
     assert "worker process has died" in ended.err
-    assert f"pid {pid}, ip " in ended.err
     assert "Traceback" not in ended.err
     found = state(job, tmp_path)
     assert found["state"] == "failed"
     assert found["reason"] in ended.err
     assert driver.run.events()[-1].kind == "failed"
     # The state is with the optimizer actors, and the controller alone asks them to keep it.
-    kept = [path.name for path in driver.run.snapshots.glob("*/manifest.json")]
-    assert (kept != []) == (victim == "worker-1")
+    assert list(driver.run.snapshots.glob("*/manifest.json")) == []
 
 
 def test_after_kill_9_of_the_driver_its_run_starts_again_in_the_same_cluster(tmp_path, cluster):

@@ -307,16 +307,19 @@ def test_targets_are_those_of_the_living():
     event = metrics.serve(Serving())
     try:
         metrics.add_target("worker 0", "127.0.0.1:1", {"run": "tiny", "role": "worker"})
-        metrics.add_target("worker 1", "127.0.0.1:2", {"run": "tiny", "role": "worker"})
-        lost = {"actor": "worker 0", "step": 1, "reason": "died"}
-        metrics.observe(RunEvent(kind="optimizer_lost", time=0.0, detail=lost))
+        for index in (0, 1):
+            labels = {"run": "tiny", "role": "optimizer", "rank": str(index)}
+            metrics.add_target(f"optimizer {index}", f"127.0.0.1:{2 + index}", labels)
+        for kind, actor in (("worker_lost", "worker 1"), ("optimizer_lost", "optimizer 0")):
+            lost = {"actor": actor, "step": 1, "reason": "died"}
+            metrics.observe(RunEvent(kind=kind, time=0.0, detail=lost))
         _, text = fetch(f"http://{event.detail['address']}/targets")
         assert json.loads(text) == [
             {"targets": [event.detail["address"]], "labels": metrics.labels},
-            {"targets": ["127.0.0.1:2"], "labels": {"run": "tiny", "role": "worker"}},
+            {"targets": ["127.0.0.1:3"], "labels": labels},
         ]
         _, health = fetch(f"http://{event.detail['address']}/health")
-        assert json.loads(health)["processes"] == ["controller", "worker 1"]
+        assert json.loads(health)["processes"] == ["controller", "optimizer 1"]
     finally:
         metrics.close()
 

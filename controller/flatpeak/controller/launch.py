@@ -256,9 +256,7 @@ def _start_controller(spec: Spec, token: str, folder: RunFolder) -> Any:
     deadline = time.monotonic() + _NAME_FREE_S
     while True:
         try:
-            return actor.remote(
-                spec, str(folder.path.resolve()), token, serving, folder.info.generation
-            )
+            return actor.remote(spec, str(folder.path.resolve()), token, serving)
         except ActorAlreadyExistsError:
             # The one of a driver that was just killed goes within seconds.
             if time.monotonic() > deadline:

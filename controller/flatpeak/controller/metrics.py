@@ -19,8 +19,8 @@ _RECENT_STEPS = 32
 class RunMetrics(ProcessMetrics):
     """The run's own metrics, fed with its events, and the addresses of its processes."""
 
-    def __init__(self, spec: Spec, generation: int = 0) -> None:
-        super().__init__(run=spec.run, role="controller", generation=generation)
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(run=spec.run, role="controller")
         self._server: MetricsServer | None = None
         self._targets: dict[str, dict[str, Any]] = {}
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
@@ -65,6 +65,9 @@ class RunMetrics(ProcessMetrics):
         self.add("events_total", 1, happened.kind)
         if happened.kind == "optimizer_lost":
             self.drop_target(happened.detail["actor"])
+        elif happened.kind == "worker_lost":  # all of them are ended
+            for name in [n for n, at in self._targets.items() if at["labels"]["role"] == "worker"]:
+                self.drop_target(name)
         if happened.kind == "snapshot":
             self.set("snapshot_step", happened.detail["step"])
             self.set("snapshot_timestamp_seconds", happened.time)

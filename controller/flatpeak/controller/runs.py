@@ -153,8 +153,6 @@ class RunInfo:
     state: RunState
     steps: int
     started: float
-    generation: int = 0
-    """Starts of the run before this one."""
     address: str | None = None
     namespace: str | None = None
     ended: float | None = None
@@ -215,9 +213,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         )
         try:
             with ExitStack() as held:
-                before = folder._claim(spec, held)
-                generation = 0 if before is None else before.generation + 1
-                folder._write_info(replace(info, generation=generation))
+                folder._claim(spec, held)
+                folder._write_info(info)
                 folder._prepare(spec)
                 folder._held = held.pop_all()
         except OSError as error:
@@ -319,13 +316,12 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             else:
                 self.finish(RunState.FAILED, reason=str(error) or type(error).__name__)
 
-    def _claim(self, spec: Spec, held: ExitStack) -> RunInfo | None:
-        """Keep the folder until `held` closes; returns what it says of an earlier run."""
+    def _claim(self, spec: Spec, held: ExitStack) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self.path.mkdir()  # atomic: of two drivers with one name only one gets past
             self._lock(held)
-            return None
+            return
         except FileExistsError:
             pass
         if not (self.path / "run.json").is_file():
@@ -343,7 +339,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 f"the run {spec.run} exists ({info.seen_state}); go on with it by --resume, or "
                 f"choose a free name, like --set run={self._free_name()}"
             )
-        return info
 
     def _lock(self, held: ExitStack) -> bool:
         """Lock the folder until `held` closes; False when another has it.

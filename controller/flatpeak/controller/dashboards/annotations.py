@@ -17,6 +17,8 @@ MARKED = frozenset(
         "snapshot",
         "optimizer_lost",
         "optimizer_replaced",
+        "worker_lost",
+        "workers_replaced",
         "interrupted",
         "failed",
         "finished",

@@ -2,7 +2,8 @@
 
 Prefix `flatpeak_`, base units, and the unit at the end of the name. All have the labels `run`,
 `role`, `rank` and `generation` of their process; never a step or an actor's id, which would make a
-new series each time. The generation counts the starts of the run before this one.
+new series each time. The generation counts the groups of workers that the run had before the one in
+which the process started.
 """
 
 from dataclasses import dataclass
