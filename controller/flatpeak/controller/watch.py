@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -124,13 +124,16 @@ def picture(info: RunInfo, seen: Seen, ages: dict[str, float]) -> RenderableType
         if last.peak_bytes:
             parts += [Text(), _peaks(seen, last)]
         parts += [Text(), *(Text(line) for line in _operators(last))]
-    parts += [Text(), Text(_actors(ages)), Text()]
-    parts += [
-        Text(f"{time.strftime('%H:%M:%S', time.localtime(event.time))}  {line}")
-        for event in seen.events
-        if (line := event_line(event)) is not None
-    ]
-    return Group(*parts)
+    return Group(*parts, Text(), _actors(ages), Text(), _events(seen.events))
+
+
+def _events(events: Iterable[RunEvent]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))  # a line that is too long goes on below its start
+    for event in events:
+        if (line := event_line(event)) is not None:
+            at = time.strftime("%H:%M:%S", time.localtime(event.time))
+            table.add_row(Text(at, no_wrap=True), Text(line))
+    return table
 
 
 def _state(info: RunInfo) -> str:
@@ -193,8 +196,11 @@ def _operators(last: StepRecord) -> Iterator[str]:
         )
 
 
-def _actors(ages: dict[str, float]) -> str:
-    return "last words  " + ", ".join(f"{name} {_age(age)}" for name, age in ages.items())
+def _actors(ages: dict[str, float]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    said = ", ".join(f"{name} {_age(age)}" for name, age in ages.items())
+    table.add_row(Text("last words", no_wrap=True), Text(said))
+    return table
 
 
 def ages_of(folder: RunFolder) -> dict[str, float]:
