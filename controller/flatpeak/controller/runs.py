@@ -64,7 +64,7 @@ class StepRecord:
     """Device memory by component, each of the rank where it was highest."""
     device_budget_bytes: int | None = None
     """The bound on the total, as the spec has it."""
-    planned_bytes: dict[str, int] = field(default_factory=dict)
+    planned_peak_bytes: dict[str, int] = field(default_factory=dict)
     """Bounds on components that follow from the job alone, each of the rank where it is highest."""
     dispatch: dict[str, float | None] = field(default_factory=dict)
     """The figures of a `DispatchReport` on all ranks, and the budget of its bytes."""
@@ -79,7 +79,11 @@ class StepRecord:
 
     def bound(self, component: str) -> int | None:
         """Of its whole peak, where it has one."""
-        return self.device_budget_bytes if component == TOTAL else self.planned_bytes.get(component)
+        return (
+            self.device_budget_bytes
+            if component == TOTAL
+            else self.planned_peak_bytes.get(component)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ def step_record(
         step_seconds=seconds,
         peak_bytes=highest_of([result.peaks for result in results]),
         device_budget_bytes=spec.memory.device_budget_bytes,
-        planned_bytes=highest_of([result.planned for result in results]),
+        planned_peak_bytes=highest_of([result.planned for result in results]),
         dispatch=worst_of(result.dispatch for result in results).figures()
         | {"budget_bytes": dispatch_budget_of(spec)},
         optimizer={
