@@ -5,6 +5,7 @@
         spec.yaml      the resolved spec
         steps.jsonl    one StepRecord a line
         events.jsonl   one RunEvent a line
+        scale.json     a request that the driver has not seen yet (`scale_requests`)
         snapshots/  logs/
         lock           held by the driver as long as it is in the folder
 
@@ -299,6 +300,11 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
         return new
 
+    def follow_events(self) -> Callable[[], list[RunEvent]]:
+        """A function that returns the events since its last call."""
+        reader = _Appended(self.path / "events.jsonl", _EVENT)
+        return lambda: list(reader.read())
+
     def set_cluster(self, *, address: str, namespace: str) -> None:
         """Note the Ray cluster that the run uses, once it is up."""
         self._write_info(replace(self.info, address=address, namespace=namespace))
@@ -381,6 +387,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         (self.path / "spec.yaml").write_text(dump_spec(spec))
         for folder in (self.snapshots, self.logs):
             folder.mkdir(exist_ok=True)
+        (self.path / "scale.json").unlink(missing_ok=True)  # not meant for this start
         for name in ("steps.jsonl", "events.jsonl"):
             _cut_torn_line(self.path / name)
 

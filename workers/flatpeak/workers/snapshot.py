@@ -1,6 +1,6 @@
 """Snapshots of arenas on disk, addressed by the global flat index: any layout reads any other's.
 
-A snapshot is a folder `snapshots/step-N` of a run: one Arrow IPC file an actor, and manifest.json.
+A snapshot is a folder `snapshots/step-N` of a run: one Arrow IPC file an arena, and manifest.json.
 A file has one record batch a bucket, one row a range; the columns of state are the frame's bytes,
 written from the arena without a copy, and the batch carries a checksum. The manifest comes last,
 by an atomic rename, and lists the files that count: a folder without one is no snapshot, and
@@ -44,8 +44,8 @@ _log.addHandler(logging.NullHandler())
 
 @dataclass(frozen=True)
 class SnapshotPart:
-    """What one actor wrote: a file of `nbytes` in the snapshot's folder, with all its state at
-    version `step` after `updates` updates (None when the actor has no bucket)."""
+    """Of one arena: a file of `nbytes` in the snapshot's folder, with all its state at version
+    `step` after `updates` updates (None when the arena has no bucket)."""
 
     file: str
     nbytes: int
@@ -57,8 +57,8 @@ def snapshot_folder(run_folder: str | Path, step: int) -> Path:
     return Path(run_folder) / "snapshots" / f"step-{step}"
 
 
-def write_snapshot_part(folder: str | Path, arena: Arena, actor: int, step: int) -> SnapshotPart:
-    """Write the arena's state as of `step` into `folder` and make it durable.
+def write_snapshot_part(folder: str | Path, arena: Arena, number: int, step: int) -> SnapshotPart:
+    """Write the state of the arena of this number as of `step` into `folder`, and make it durable.
 
     May run beside gradients and weights of the next step, but not beside its update: raises
     `RunFailed` when a bucket is not, or does not stay, at version `step`. Takes no memory beyond
@@ -66,7 +66,7 @@ def write_snapshot_part(folder: str | Path, arena: Arena, actor: int, step: int)
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"actor-{actor}-{secrets.token_hex(4)}.arrow"
+    path = folder / f"arena-{number}-{secrets.token_hex(4)}.arrow"
     updates: set[int] = set()
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
         for bucket in arena.buckets:

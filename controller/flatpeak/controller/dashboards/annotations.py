@@ -17,6 +17,7 @@ MARKED = frozenset(
         "snapshot",
         "optimizer_lost",
         "optimizer_replaced",
+        "optimizers_scaled",
         "worker_lost",
         "workers_replaced",
         "interrupted",
