@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DELETE_ON_ERROR:
-.PHONY: demo test check format clean
+.PHONY: demo test check format screenshots clean
 
 demo: .venv/.ready
 	$(BIN)/python -m flatpeak.controller demo
@@ -27,6 +27,10 @@ format: .venv/.ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+# Needs Chromium; takes some minutes.
+screenshots: .venv/.ready
+	PYTHONPATH=controller:workers:kernels:tests $(BIN)/python tests/screenshots.py
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache

@@ -25,6 +25,8 @@ from tiny_models import tiny_content
 ROOT = Path(__file__).parents[1]
 SOURCE_ROOTS = os.pathsep.join(str(ROOT / root) for root in ("controller", "workers", "kernels"))
 PATIENCE_S = 200.0
+FAULTS = "FLATPEAK_TEST_FAULTS"
+"""Environment variable with a folder of `sitecustomize.py`, which every process then imports."""
 _MARK = "FLATPEAK_TEST_MARK"
 
 
@@ -196,7 +198,9 @@ def driving(spec: Spec, folder: Path, *arguments: str) -> Iterator[Driver]:
 
 
 def _environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": SOURCE_ROOTS, "OMP_NUM_THREADS": "1"}
+    faults = [os.environ[FAULTS]] if FAULTS in os.environ else []
+    roots = os.pathsep.join([*faults, SOURCE_ROOTS])
+    return os.environ | {"PYTHONPATH": roots, "OMP_NUM_THREADS": "1"}
 
 
 def _read_bytes(path: Path) -> bytes:

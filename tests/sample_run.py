@@ -22,6 +22,7 @@ STEP = StepRecord(
     step_seconds=2.0,
     peak_bytes={"dispatch": 3 * 2**20, "attention": 2**20, "total": 5 * 2**20},
     device_budget_bytes=10 * 2**20,
+    planned_peak_bytes={"attention": 2 * 2**20},
     dispatch={
         "imbalance_before": 2.0,
         "imbalance_after": 1.1,

@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from driven_run import PATIENCE_S, driving, tiny_job
+from flatpeak.workers.metrics.names import PROCESS_LABELS
 
 
 def get(url: str) -> str:
@@ -24,7 +25,7 @@ def scrape(target: dict[str, Any]) -> dict[tuple[str, ...], float]:
     for sample in (sample for family in families for sample in family.samples):
         labels = sample.labels
         assert labels.items() >= target["labels"].items()
-        rest = [labels[name] for name in sorted(labels.keys() - {"run", "role", "rank"})]
+        rest = [labels[name] for name in sorted(labels.keys() - set(PROCESS_LABELS))]
         found[sample.name, labels["rank"], *rest] = sample.value
     return found
 

@@ -1,8 +1,10 @@
-"""A real Prometheus that scrapes a real run: every panel and every rule has data."""
+"""Real Prometheus servers that scrape a real run: every panel and every rule has data, two servers
+see the same, and the series of a process end with it."""
 
 import json
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -20,6 +22,7 @@ from driven_run import PATIENCE_S, Driver, driving, tiny_job
 from flatpeak.controller.dashboards import dashboards
 from flatpeak.controller.metrics import RunMetrics
 from flatpeak.workers.metrics import Serving
+from flatpeak.workers.metrics.names import PROCESS_LABELS
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "prometheus"
 SCRAPE_S = 1
@@ -36,8 +39,14 @@ def prometheus(
 ) -> Iterator[str]:
     """Scrapes what `targets` lists as the configuration `name` of `deploy/` says, with the rules
     there; `token` is the file that it reads. Yields the API's address."""
+    folder.mkdir(exist_ok=True)
     config = yaml.safe_load((DEPLOY / name).read_text())
-    config["global"] = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}
+    config["global"] = {
+        "scrape_interval": f"{SCRAPE_S}s",
+        "evaluation_interval": f"{SCRAPE_S}s",
+        # By these a server chooses when within the interval it scrapes.
+        "external_labels": {"replica": folder.name},
+    }
     config["rule_files"] = [str(DEPLOY / "rules.yaml")]
     (job,) = config["scrape_configs"]
     job["scrape_timeout"] = f"{SCRAPE_S}s"
@@ -71,16 +80,22 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-def query(api: str, expr: str) -> list[dict[str, Any]]:
-    url = f"{api}/query?{urllib.parse.urlencode({'query': expr})}"
+def ask(api: str, path: str, **parameters: str) -> Any:
+    """What the API answers, None where it is not up yet."""
+    url = f"{api}/{path}?{urllib.parse.urlencode(parameters)}"
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
-            return json.load(answer)["data"]["result"]
+            return json.load(answer)["data"]
     except urllib.error.HTTPError as error:
         with error:
-            raise AssertionError(f"{expr}: {error.read().decode()}") from None
+            raise AssertionError(f"{parameters}: {error.read().decode()}") from None
     except OSError:
-        return []  # it is not up yet
+        return None
+
+
+def query(api: str, expr: str, **at: str) -> list[dict[str, Any]]:
+    data = ask(api, "query", query=expr, **at)
+    return [] if data is None else data["result"]
 
 
 def eventually(what: str, found: Callable[[], Any]) -> None:
@@ -90,27 +105,54 @@ def eventually(what: str, found: Callable[[], Any]) -> None:
         time.sleep(0.2)
 
 
+def variables(api: str) -> dict[str, list[str]]:
+    """The choices of each variable of the dashboards, asked for in their order, as Grafana does."""
+    choices: dict[str, list[str]] = {}
+    for variable in (v for board in dashboards() for v in board["templating"]["list"]):
+        if variable["type"] == "datasource":
+            continue
+        asked = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
+        assert asked is not None, variable
+        selector, label = asked.groups()
+        for name, (chosen, *_) in choices.items():
+            selector = selector.replace(f"${name}", chosen)
+        found = ask(api, f"label/{label}/values", **{"match[]": selector})
+        assert choices.get(variable["name"], found) == found
+        choices[variable["name"]] = found
+    return choices
+
+
 def panel_queries() -> list[str]:
-    """Of all panels and variables, as Grafana asks them about run `tiny`."""
-    asked = []
-    for board in dashboards():
-        exprs = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-        variables = [v["query"]["query"] for v in board["templating"]["list"][1:]]
-        exprs += [re.fullmatch(r"label_values\((.*), \w+\)", text)[1] for text in variables]  # type: ignore[index]
-        asked += exprs
-    fill = {"$run": "tiny", "$rank": ".*", "$__rate_interval": f"{5 * SCRAPE_S}s"}
-    for name, value in fill.items():
-        asked = [expr.replace(name, value) for expr in asked]
-    return sorted(set(asked))
+    """Of all panels, as Grafana asks them about both ranks of run `tiny`."""
+    panels = [panel for board in dashboards() for panel in board["panels"]]
+    assert all(panel["targets"] for panel in panels)
+    asked = {target["expr"] for panel in panels for target in panel["targets"]}
+    for name, value in {
+        "$run": "tiny",
+        "$rank": "(0|1)",
+        "$__rate_interval": f"{5 * SCRAPE_S}s",
+    }.items():
+        asked = {expr.replace(name, value) for expr in asked}
+    assert not [expr for expr in asked if "$" in expr]
+    return sorted(asked)
+
+
+def unhealthy_rules(api: str) -> list[Any]:
+    """Rules that Prometheus itself could not evaluate, or did not yet."""
+    groups = ask(api, "rules")["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert len(rules) == len(all_rules())
+    return [(rule["name"], rule["lastError"]) for rule in rules if rule["health"] != "ok"]
+
+
+def all_rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((DEPLOY / "rules.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
 
 
 def rule_queries() -> list[str]:
     """The recorded series, and of each alert what it looks at, whatever the comparison says."""
-    rules = [
-        rule
-        for group in yaml.safe_load((DEPLOY / "rules.yaml").read_text())["groups"]
-        for rule in group["rules"]
-    ]
+    rules = all_rules()
     recorded = [rule["record"] for rule in rules if "record" in rule]
     sides = [
         side
@@ -119,6 +161,21 @@ def rule_queries() -> list[str]:
         for side in re.split(r" (?:>|==|<|and(?: on \(run\))?) ", rule["expr"])
     ]
     return [*recorded, *(side for side in sides if re.search("[a-z]", side))]
+
+
+def gone_in_two_scrapes(api: str, series: str, since: float) -> bool:
+    """Whether `series`, which was there before, is not at the second scrape after `since`.
+
+    Prometheus is asked about the past: how late the question comes does not matter.
+    """
+    (one,) = query(api, f"{series}", time=f"{since - 0.1:.3f}")
+    labels = one["metric"]
+    own = ",".join(f'{name}="{labels[name]}"' for name in PROCESS_LABELS)
+    found = [float(at) for up in query(api, f"up{{{own}}}[1h]") for at, _ in up["values"]]
+    later = [at for at in found if at > since]
+    # Fewer where discovery has dropped the target before them.
+    at = later[1] if len(later) > 1 else since + 2 * SCRAPE_S
+    return query(api, series, time=f"{at:.3f}") == []
 
 
 @pytest.fixture
@@ -138,19 +195,62 @@ def driver(tmp_path: Path) -> Iterator[Driver]:
         yield driver
 
 
-@pytest.mark.timeout(400)
-def test_panels_and_rules_have_data_and_the_dead_have_none(driver: Driver, tmp_path: Path):
+@pytest.mark.timeout(500)
+def test_panels_and_rules_have_data_for_every_server_and_the_dead_have_none(
+    driver: Driver, tmp_path: Path
+):
     targets = driver.wait_for(kind="metrics")["detail"]["address"]
-    with prometheus(tmp_path, targets) as api:
-        eventually("four processes are scraped", lambda: len(query(api, "up == 1")) == 4)
+    driver.wait_for(step=1)
+    with (
+        prometheus(tmp_path / "first", targets) as first,
+        prometheus(tmp_path / "second", targets) as second,
+    ):
+        for api in (first, second):
+            eventually("four processes are scraped", lambda api=api: len(query(api, "up==1")) == 4)
         assert len(panel_queries()) > 25
         for expr in [*panel_queries(), *rule_queries()]:
-            eventually(f"no data for {expr}", lambda expr=expr: query(api, expr))
-        assert query(api, 'ALERTS{alertname!="FlatpeakWaitsForOptimizer"}') == []
-        driver.kill_actor("worker-1")
-        gone = 'flatpeak_worker_step_seconds{rank="1"}'
-        eventually("the series of the dead end", lambda: not query(api, gone))
-        assert driver.end().code == 4
+            eventually(f"no data for {expr}", lambda expr=expr: query(first, expr))
+        assert variables(first) == {"run": ["tiny"], "rank": ["0", "1"]}
+        eventually("all rules are evaluated", lambda: unhealthy_rules(first) == [])
+        assert query(first, 'ALERTS{alertname!="FlatpeakWaitsForOptimizer"}') == []
+        # They change with a record alone, and neither server takes one from the other.
+        eventually("the servers see the same peaks", lambda: peaks(first) == peaks(second) != {})
+
+        killed = kill(driver, "optimizer-0")
+        driver.wait_for(kind="optimizer_lost")
+        assert "optimizer" not in roles(targets)
+        driver.wait_for(kind="optimizer_replaced")
+        for api in (first, second):
+            assert gone_in_two_scrapes(api, 'flatpeak_arena_bytes{role="optimizer"}', killed)
+            updated = 'flatpeak_updated_buckets_total{role="optimizer"} > 0'
+            eventually("the successor is scraped", lambda api=api, e=updated: query(api, e))
+
+        series = 'flatpeak_peak_window_bytes{rank="1",component="total",generation="%d"}'
+        killed = kill(driver, "worker-1")
+        driver.wait_for(kind="worker_lost")
+        assert "worker" not in roles(targets)
+        driver.wait_for(kind="workers_replaced")
+        for api in (first, second):
+            assert gone_in_two_scrapes(api, series % 0, killed)
+            eventually("the next generation is scraped", lambda api=api: query(api, series % 1))
+        driver.signal(signal.SIGINT)
+        assert driver.end().code == 130
+
+
+def kill(driver: Driver, actor: str) -> float:
+    """kill -9; returns the time of it."""
+    driver.kill_actor(actor)
+    return time.time()
+
+
+def roles(targets: str) -> list[str]:
+    with urllib.request.urlopen(f"http://{targets}/targets", timeout=10) as answer:
+        return [target["labels"]["role"] for target in json.load(answer)]
+
+
+def peaks(api: str) -> dict[tuple[str, ...], str]:
+    found = query(api, '{__name__=~"flatpeak_peak_(window|lifetime)_bytes"}')
+    return {tuple(sorted(one["metric"].items())): one["value"][1] for one in found}
 
 
 def test_the_configuration_for_kubernetes_shows_the_token(tmp_path: Path):

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import time
@@ -169,7 +170,11 @@ def test_a_controller_that_is_killed_ends_the_run(tmp_path, cluster):
     print(f"ended in {ended.seconds:.1f} s: {ended.err}")
     assert ended.code == 4
     assert ended.seconds < 20 * load()
-    assert f"the run: the controller died (pid {pid}, ip " in ended.err
+    known = (
+        rf"the run: the controller died \(after step \d+, with peaks in bytes: .*; pid {pid}, ip "
+    )
+    assert re.search(known, ended.err)
+    assert "worker process has died" in ended.err
     assert "Traceback" not in ended.err
     found = state(job, tmp_path)
     assert found["state"] == "failed"
@@ -179,16 +184,36 @@ def test_a_controller_that_is_killed_ends_the_run(tmp_path, cluster):
     assert list(driver.run.snapshots.glob("*/manifest.json")) == []
 
 
+def test_after_kill_9_of_the_driver_its_run_starts_again_in_the_same_cluster(tmp_path, cluster):
+    job = tiny_job(tmp_path, train=LONG, cluster=cluster, snapshots={"every_steps": 1})
+    with driving(job, tmp_path) as driver:
+        driver.wait_for(kind="snapshot")
+        driver.process.kill()
+        driver.end()
+    began = time.monotonic()
+    with driving(job, tmp_path, "--resume") as driver:
+        driver.wait_for(kind="started")
+        restarted = time.monotonic() - began
+        driver.signal(signal.SIGTERM)
+        ended = driver.end()
+        assert nothing_left(driver)
+    print(f"started again in {restarted:.1f} s")
+    assert restarted < 60 * load()
+    assert (ended.code, ended.err) == (130, "")
+
+
 def test_a_stop_while_an_optimizer_actor_is_replaced_keeps_what_was_committed(tmp_path, cluster):
     job = tiny_job(tmp_path, train=LONG, cluster=cluster | {"optimizers": 2})
     with driving(job, tmp_path) as driver:
         driver.wait_for(step=2)
         driver.kill_actor("optimizer-1")
-        driver.wait_for(kind="optimizer_lost")
+        lost = driver.wait_for(kind="optimizer_lost")
         driver.signal(signal.SIGTERM)
         ended = driver.end()
         assert nothing_left(driver)
     assert "Traceback" not in ended.err
+    known = r"optimizer 1 died .*had [\d,]{10,} bytes of host memory in use, at most [\d,]{10,};"
+    assert re.search(known, lost["detail"]["reason"])
     assert check_stopped(ended, driver, tmp_path) == ended.steps()[-1]["step"]
 
 
@@ -324,6 +349,22 @@ def test_what_the_cluster_can_never_give_is_refused_with_the_numbers(
     assert ended.code == 4
     assert message in ended.err
     assert ended.err.count("\n") == 1
+
+
+def test_a_placement_that_waits_for_others_is_given_up_with_what_is_free(tmp_path, cluster):
+    held = ray.util.placement_group([{"CPU": CORES}])
+    try:
+        assert held.wait(60)
+        job = tiny_job(tmp_path, cluster=cluster | {"start_timeout_s": 2.0})
+        with driving(job, tmp_path) as driver:
+            ended = driver.end()
+            assert driver.left() == []
+    finally:
+        ray.util.remove_placement_group(held)
+    assert ended.code == 4
+    assert "1 workers with {'CPU': 1.0} each were not placed within cluster.start" in ended.err
+    assert "(Ray says " in ended.err
+    assert "free in the whole cluster: {'CPU': 0.0}. Wait for other jobs to end" in ended.err
 
 
 def test_a_taken_rendezvous_port_ends_the_start(tmp_path, cluster):

@@ -38,7 +38,7 @@ def refused(
     code = run_command(["train", str(folder / "job.yaml"), *sets])
     assert time.process_time() - began < 10
     out, err = capsys.readouterr()
-    assert out == ""
+    assert out == "loading torch and Ray, checking the job\n"
     assert err.startswith("flatpeak: ")
     assert "Traceback" not in err
     assert not ray.is_initialized()

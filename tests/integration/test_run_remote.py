@@ -1,4 +1,7 @@
-"""A run on two Ray nodes that share no arena folder: one has the workers, the other an actor."""
+"""A run on two Ray nodes that share no arena folder: one has the workers, the other an actor.
+
+A third node has no cores: only actors that take none could be there.
+"""
 
 import os
 import signal
@@ -20,15 +23,15 @@ FOLDER = "FLATPEAK_TEST_SHM"  # each node has its own
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory) -> Iterator[tuple[str, list[Path]]]:
-    """The address of a Ray of two nodes, the first with cores for three, and their folders."""
-    folders = [tmp_path_factory.mktemp(name) for name in ("workers", "other")]
+    """The address of a Ray of three nodes, the first with cores for three, and their folders."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("workers", "other", "idle")]
     changed = {"PYTHONPATH": SOURCE_ROOTS, "OMP_NUM_THREADS": "1", FOLDER: str(folders[0])}
     before = {name: os.environ.get(name) for name in (*changed, "RAY_AUTH_MODE")}
     os.environ.update(changed)
     shared: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
     cluster = Cluster()
     try:
-        for folder, cores in zip(folders, (3, 1), strict=True):
+        for folder, cores in zip(folders, (3, 1, 0), strict=True):
             os.environ[FOLDER] = str(folder)
             cluster.add_node(num_cpus=cores, **shared)
         os.environ[FOLDER] = str(folders[0])
@@ -74,13 +77,15 @@ def test_losses_are_those_of_a_run_in_shared_memory(tmp_path, nodes, wanted, opt
         parameters = driver.wait_for(kind="started")["detail"]["parameters"]
         driver.wait_for(step=1)
         arenas = [len(list(folder.iterdir())) for folder in folders]
-        controller = Path(f"/proc/{driver.pids()['controller']}/environ").read_bytes()
+        homes = {name: folder_of(pid) for name, pid in driver.pids().items()}
         ended = driver.end()
         assert driver.left() == []
     assert (ended.code, ended.err) == (0, "")
-    assert arenas == [optimizers - 1, 1]
-    assert f"{FOLDER}={folders[0]}".encode() in controller.split(b"\0")  # the driver's node
-    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+    assert arenas == [optimizers - 1, 1, 0]
+    assert [list(folder.iterdir()) for folder in folders] == [[], [], []]
+    # An actor keeps its node from being given back, also one that takes no core.
+    assert set(homes.values()) == {str(folder) for folder in folders[:2]}
+    assert homes["controller"] == homes["worker-0"] == str(folders[0])
     assert [step["loss"] for step in ended.steps()] == wanted
     figures = [step["optimizer"] for step in ended.steps()]
     print(f"{parameters} parameters, {figures[-1]}")
@@ -108,6 +113,13 @@ def test_a_run_goes_on_without_an_actor_or_a_worker_that_is_killed(tmp_path, nod
     # A worker of an actor that died has lost what it had sent, and all workers begin anew.
     assert ended.kinds().count("worker_lost") == 1
     assert ended.kinds().count("optimizer_replaced") == (victim == "optimizer-0")
-    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+    assert [list(folder.iterdir()) for folder in folders] == [[], [], []]
     losses = [step["loss"] for step in ended.steps()]
     assert losses == train_locally(job(tmp_path, "local", steps=len(losses)), tmp_path).losses
+
+
+def folder_of(pid: int) -> str:
+    """The arena folder of the process's node."""
+    settings = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    (found,) = [setting for setting in settings if setting.startswith(f"{FOLDER}=".encode())]
+    return found.partition(b"=")[2].decode()

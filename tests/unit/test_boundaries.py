@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from flatpeak.workers.boundaries import CheckpointOffload, slab_bytes
+from flatpeak.workers.boundaries import CheckpointOffload, device_bytes, slab_bytes
 from flatpeak.workers.errors import InputError
 from flatpeak.workers.memory import HOST, PeakMeter, scope
 from flatpeak.workers.recompute import is_recomputing
@@ -215,6 +215,15 @@ def boundary_peaks(layers: int, checkpointed: Callable[..., Any]) -> tuple[int, 
         backward = meter.peaks()["boundaries"]
         assert meter.live()["boundaries"] == 0
     return forward, backward
+
+
+@pytest.mark.parametrize("fitting", range(7))
+def test_bytes_on_the_device_are_at_most_one_boundary_below_the_plan(fitting):
+    with offloading(6, host_budget=fitting * ROWS) as offload:
+        found = max(boundary_peaks(6, offload.checkpoint))
+    x = rows()
+    planned = device_bytes(*x.shape, x.dtype, 6, capacity=fitting * ROWS)
+    assert planned - ROWS * (0 < fitting < 5) <= found <= planned
 
 
 @pytest.mark.parametrize("layers", [4, 16, 64])

@@ -49,6 +49,7 @@ SUMMARY = Summary(
     peak_bytes={"total": 2**30},
     device_budget_bytes=2**32,
 )
+BEFORE = "loading torch and Ray, checking the job"
 STEP_LINE = (
     "step  3/20  loss 5.4322  grad 1.234  lr 3.00e-04  peak 1.500 GiB (75.0%)  "
     "12,346 tokens/s  0.52 s"
@@ -190,6 +191,7 @@ def test_train_hands_the_job_with_its_overrides_to_the_launch(job_file, monkeypa
     [job] = launch.jobs
     assert (job.train.steps, job.run, job.resume) == (20, "b", True)
     assert capsys.readouterr().out.splitlines() == [
+        BEFORE,
         STEP_LINE,
         "snapshot of step 3",
         "my-run: 20 steps in 12.3 s, loss 4.2500, peak 1.000 GiB (25.0%), in runs/my-run",
@@ -219,7 +221,7 @@ def test_how_a_run_ends_is_its_exit_code(job_file, monkeypatch, capsys, error, c
     launched_by(monkeypatch, Launch(error))
     assert run_command(["train", job_file]) == code
     out, err = capsys.readouterr()
-    assert out.startswith(STEP_LINE)
+    assert out.startswith(f"{BEFORE}\n{STEP_LINE}")
     assert err.endswith(message)
     assert ("Traceback" in err) == isinstance(error, ZeroDivisionError)
 
@@ -360,9 +362,11 @@ main()
     )
     try:
         assert driver.stdout is not None
+        assert driver.stdout.readline().decode() == f"{BEFORE}\n"
         assert driver.stdout.readline() == b"up\n"
         done = flatpeak("stop", "my-run", "--timeout", "20", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (0, "my-run: interrupted\n")
+        assert done.stderr == "my-run: stopping, which may take 20 s\n"
         assert driver.wait(timeout=20) == 130
     finally:
         driver.kill()
@@ -405,6 +409,7 @@ def test_a_peak_is_shown_in_a_unit_that_suits_it(peak, budget, text):
 @pytest.mark.parametrize(
     ("kind", "detail", "line"),
     [
+        ("starting", {"what": "building the model"}, "building the model"),
         (
             "workers_placed",
             {"device": "cpu", "workers": 1, "nodes": ["7f"]},

@@ -2,12 +2,16 @@ import json
 import shutil
 import socket
 import subprocess
+import threading
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -17,6 +21,7 @@ from flatpeak.controller.spec import MetricsSpec
 from flatpeak.workers.boundaries import BoundaryStats
 from flatpeak.workers.dispatch import DispatchReport
 from flatpeak.workers.errors import ClusterError, SpecError
+from flatpeak.workers.memory import PeakMeter, scope
 from flatpeak.workers.metrics import (
     METRICS,
     MetricsServer,
@@ -24,6 +29,7 @@ from flatpeak.workers.metrics import (
     Serving,
     WindowPeak,
 )
+from flatpeak.workers.metrics.names import PROCESS_LABELS
 from flatpeak.workers.metrics.roles import WorkerMetrics
 from flatpeak.workers.refresh import RefreshReport
 from flatpeak.workers.trainer import StepResult
@@ -42,6 +48,7 @@ RESULT = StepResult(
     refresh=RefreshReport(buckets=5, overlapped_buckets=4, exposed_s=0.125),
     boundaries=BoundaryStats(offloaded_bytes=11, kept_bytes=2, slab_bytes=9),
     peaks={"dispatch": 100, "total": 300},
+    planned={"boundaries": 120},
 )
 RECORD = replace(STEP, step=3, tokens=64, step_seconds=0.5)
 
@@ -55,10 +62,14 @@ class Clock:
 
 def values(metrics: ProcessMetrics) -> dict[tuple[str, ...], float]:
     """By name without prefix, and the labels that are not the process's."""
+    return samples(generate_latest(metrics.registry).decode())
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
     found = {}
-    for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            labels = {k: v for k, v in sample.labels.items() if k not in metrics.labels}
+            labels = {k: v for k, v in sample.labels.items() if k not in PROCESS_LABELS}
             found[sample.name.removeprefix("flatpeak_"), *labels.values()] = sample.value
     return {key: value for key, value in found.items() if not key[0].endswith("_created")}
 
@@ -68,7 +79,7 @@ def worker_metrics() -> WorkerMetrics:
         tiny_content("qwen3_moe"),
         memory={"device_budget_bytes": 1000, "dispatch": {"receive_rows": 64}},
     )
-    return WorkerMetrics(spec, 1)
+    return WorkerMetrics(spec, 1, generation=2)
 
 
 def test_names_keep_the_rules_of_prometheus():
@@ -113,6 +124,7 @@ def test_a_worker_exports_its_last_step():
         ("peak_last_step_bytes", "total"): 300,
         ("peak_lifetime_bytes", "dispatch"): 100,
         ("peak_lifetime_bytes", "total"): 300,
+        ("planned_peak_bytes", "boundaries"): 120,
         ("dispatch_planned_bytes",): 77,
         ("dispatch_budget_bytes",): 125,
         ("device_budget_bytes",): 1000,
@@ -130,7 +142,7 @@ def test_a_worker_exports_its_last_step():
         ("boundaries_kept_bytes",): 2,
         ("boundaries_slab_bytes",): 9,
     }
-    assert metrics.labels == {"run": "tiny", "role": "worker", "rank": "1"}
+    assert metrics.labels == {"run": "tiny", "role": "worker", "rank": "1", "generation": "2"}
 
 
 def test_a_spike_stays_in_the_window_and_in_the_lifetime_whoever_has_read_it():
@@ -142,6 +154,68 @@ def test_a_spike_stays_in_the_window_and_in_the_lifetime_whoever_has_read_it():
     assert first["peak_window_bytes", "dispatch"] == 900
     assert first["peak_lifetime_bytes", "dispatch"] == 900
     assert first["peak_last_step_bytes", "dispatch"] == 100
+
+
+class Scraper(threading.Thread):
+    """Reads over HTTP every 0.4 s from `offset_s` on, until it is told to stop."""
+
+    def __init__(self, server: MetricsServer, *, offset_s: float) -> None:
+        super().__init__()
+        self.url, self.offset_s = f"http://{server.address}/metrics", offset_s
+        self.seen: list[dict[tuple[str, ...], float]] = []
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        self.stop.wait(self.offset_s)
+        while not self.stop.wait(0.4):
+            self.seen.append(samples(fetch(self.url)[1].decode()))
+
+
+def test_a_spike_of_50_ms_between_two_scrapes_is_seen_alike_by_scrapers_at_different_offsets():
+    metrics, meter, spike = worker_metrics(), PeakMeter(), 64 * 2**20
+    server = MetricsServer(Serving(), metrics.registry, pages={})
+    scrapers = [Scraper(server, offset_s=offset) for offset in (0.0, 0.2)]
+
+    def step(nbytes: int) -> None:
+        with meter:
+            meter.reset_peaks()
+            with scope("dispatch"):
+                held = torch.empty(nbytes, dtype=torch.uint8)
+                time.sleep(0.05)
+                del held
+        metrics.observe(replace(RESULT, peaks=meter.peaks()))
+
+    def scraped(number: int) -> bool:
+        return all(len(scraper.seen) >= number for scraper in scrapers)
+
+    try:
+        step(1000)
+        for scraper in scrapers:
+            scraper.start()
+        wait_until(lambda: scraped(1))
+        before = [len(scraper.seen) for scraper in scrapers]
+        step(spike)
+        step(1000)
+        wait_until(lambda: scraped(max(before) + 2))
+    finally:
+        for scraper in scrapers:
+            scraper.stop.set()
+            scraper.join()
+        server.close()
+    (first, second), key = ((s.seen for s in scrapers), ("peak_window_bytes", "dispatch"))
+    assert [seen[0][key] for seen in (first, second)] == [1000, 1000]
+    assert [seen[-1][key] for seen in (first, second)] == [spike, spike]
+    assert first[-1] == second[-1]
+    assert first[-1]["peak_lifetime_bytes", "dispatch"] == spike
+    # Which of them came just then does not matter: the spike was over for all later ones.
+    assert first[-1]["peak_last_step_bytes", "dispatch"] == 1000
+
+
+def wait_until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_window_forgets_what_is_older_but_never_the_newest():
@@ -233,15 +307,19 @@ def test_targets_are_those_of_the_living():
     event = metrics.serve(Serving())
     try:
         metrics.add_target("worker 0", "127.0.0.1:1", {"run": "tiny", "role": "worker"})
-        metrics.add_target("worker 1", "127.0.0.1:2", {"run": "tiny", "role": "worker"})
-        metrics.drop_target("worker 0")
+        for index in (0, 1):
+            labels = {"run": "tiny", "role": "optimizer", "rank": str(index)}
+            metrics.add_target(f"optimizer {index}", f"127.0.0.1:{2 + index}", labels)
+        for kind, actor in (("worker_lost", "worker 1"), ("optimizer_lost", "optimizer 0")):
+            lost = {"actor": actor, "step": 1, "reason": "died"}
+            metrics.observe(RunEvent(kind=kind, time=0.0, detail=lost))
         _, text = fetch(f"http://{event.detail['address']}/targets")
         assert json.loads(text) == [
             {"targets": [event.detail["address"]], "labels": metrics.labels},
-            {"targets": ["127.0.0.1:2"], "labels": {"run": "tiny", "role": "worker"}},
+            {"targets": ["127.0.0.1:3"], "labels": labels},
         ]
         _, health = fetch(f"http://{event.detail['address']}/health")
-        assert json.loads(health)["processes"] == ["controller", "worker 1"]
+        assert json.loads(health)["processes"] == ["controller", "optimizer 1"]
     finally:
         metrics.close()
 

@@ -48,6 +48,8 @@ def test_the_picture_has_peaks_against_bounds_in_80_columns_without_colour(tmp_p
     total, dispatch = (next(x for x in lines if x.startswith(n)) for n in ("total", "dispatch "))
     assert total.split()[2:] == ["5.0", "MiB", "5.0", "MiB", "10.0", "MiB"]
     assert dispatch.split()[2:] == ["3.0", "MiB", "4.0", "MiB"]
+    planned = next(x for x in lines if x.startswith("attention"))
+    assert planned.split()[2:] == ["1.0", "MiB", "1.0", "MiB", "2.0", "MiB"]
     # Bars are to scale: the highest fills one.
     assert [line.count("━") for line in (total, dispatch)] == [26, 20]
     assert "2.0 MiB (50.0%) of its budget above inputs and results" in text
@@ -112,14 +114,42 @@ def test_output_that_is_no_terminal_gets_lines(tmp_path: Path, capsys: pytest.Ca
         folder.record(EVENT)
     assert run_command(["watch", "first", "--runs-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "snapshot of step 2"
-    assert out[1].startswith("step 1/5  loss 2.5000")
-    assert out[2] == "first: done"
+    assert out[0].startswith("step 1/5  loss 2.5000")
+    assert out[1:] == ["snapshot of step 2", "first: done"]
     assert run_command(["watch", "first", "--runs-dir", str(tmp_path), "--json"]) == 0
     out = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["type"] for line in out] == ["event", "step"]
+    assert [line["type"] for line in out] == ["step", "event"]
 
 
 def test_a_run_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert run_command(["watch", "nobody", "--runs-dir", str(tmp_path)]) == 2
+    assert run_command(["watch", "nobody", "--runs-dir", str(tmp_path), "--wait", "0"]) == 2
     assert "nobody" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    began = time.monotonic()
+    assert run_command(["watch", "nobody", "--runs-dir", str(tmp_path / "file")]) == 2
+    assert time.monotonic() - began < 10
+
+
+def test_a_run_that_is_starting_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def start() -> None:
+        with new_folder(tmp_path) as folder:
+            folder.record(STEP)
+
+    starting = threading.Timer(0.7, start)
+    starting.start()
+    assert run_command(["watch", "first", "--runs-dir", str(tmp_path)]) == 0
+    starting.join()
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == "first: done"
+    assert err.startswith("no run 'first' in ")
+    assert err.endswith("waiting up to 60 s for it to start\n")
+
+
+def test_steps_and_events_come_in_the_order_in_which_they_were(tmp_path: Path):
+    with new_folder(tmp_path) as folder:
+        folder.record(replace(STEP, step=2))  # of an old run, without a time
+        for now in (1.0, 3.0):
+            folder.record(replace(STEP, step=int(now), time=now))
+        for now in (2.0, 4.0):
+            folder.record(replace(EVENT, time=now))
+        assert [record.time for record in folder.follow()()] == [None, 1.0, 2.0, 3.0, 4.0]

@@ -83,13 +83,15 @@ def train(
 
     job = load_spec(spec, _overrides(overrides, resume))
 
-    from flatpeak.controller import launch
-
-    # The display has its stream by now; Ray would print there what it has to say of a death.
+    # The display has its stream by then; Ray would print there what it has to say of a death.
     with (
         display_for(steps=job.train.steps, json=as_json) as display,
         redirect_stdout(sys.stderr),
     ):
+        display.note("loading torch and Ray, checking the job")
+
+        from flatpeak.controller import launch
+
         summary = launch.train(job, on_event=display)
     display.summary(summary)
 
@@ -204,7 +206,10 @@ def stop(
     """End a run that is driven from this machine, or was submitted, and wait until it is gone."""
     from flatpeak.controller.observed import find_run
 
-    state = find_run(_where(runs_dir, address), run).stop(timeout_s=timeout)
+    found = find_run(_where(runs_dir, address), run)
+    if not found.status().over:  # it has an update to finish and a snapshot to write
+        print(f"{run}: stopping, which may take {timeout:g} s", file=sys.stderr, flush=True)
+    state = found.stop(timeout_s=timeout)
     print(json.dumps({"run": run, "state": str(state)}) if as_json else f"{run}: {state}")
 
 
@@ -231,13 +236,14 @@ def watch(
     run: RunName,
     runs_dir: LocalOrNot = None,
     address: Address = None,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for it to start.")] = 60.0,
     as_json: Json = False,
 ) -> None:
     """Show a run as it goes: peaks against their bounds, loss, speed, events."""
-    from flatpeak.controller.observed import find_run
+    from flatpeak.controller.observed import wait_for_run
     from flatpeak.controller.watch import watch as show
 
-    show(find_run(_where(runs_dir, address), run), as_json=as_json)
+    show(wait_for_run(_where(runs_dir, address), run, timeout_s=wait), as_json=as_json)
 
 
 def _overrides(given: list[str] | None, resume: bool) -> list[str]:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flatpeak.controller.display import count
 from flatpeak.controller.host_plan import (
     PlannedArena,
     check_host_bytes,
@@ -58,11 +59,12 @@ from flatpeak.controller.scaling import Capacity, Change, Refused, Scaling
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.step_results import check_budget, larger_shapes, step_record
-from flatpeak.controller.waiting import Died, Interrupted, collect
+from flatpeak.controller.waiting import Died, Interrupted, collect, listed
 from flatpeak.controller.worker_group import WorkerGroup
 from flatpeak.workers.actors import log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
 from flatpeak.workers.errors import FlatpeakError, RunFailed, WaitTimeout
+from flatpeak.workers.host_memory import HostMemory
 from flatpeak.workers.metrics import Serving
 from flatpeak.workers.optimizer import clipping_factor
 from flatpeak.workers.snapshot import (
@@ -122,6 +124,7 @@ class Controller:
         self._on_device = False  # whether workers update buckets
         self._unstoppable = False  # while the run ends, and while arenas change hands
         self._results: dict[str, StepResult] = {}
+        self._host_memory: dict[str, HostMemory] = {}  # of the optimizer actors
 
     def stop(self) -> None:
         """Ends the run at once; what is committed is kept as `snapshots.at_end` says."""
@@ -166,8 +169,10 @@ class Controller:
     # Start
 
     def _start(self) -> Iterator[Event]:
-        spec, logs = self.spec, str(self.folder / "logs")
+        spec = self.spec
+        workers, actors = spec.cluster.workers, spec.cluster.optimizers
         device = self._device = pick_device(spec)
+        yield event("starting", what=f"placing {count(workers, 'worker')} and starting them")
         for group in reserve_workers(spec, device):
             self._group = group
             self._look_for_stop()
@@ -178,12 +183,14 @@ class Controller:
         nodes = sorted({worker.node for worker in self._workers})
         yield event("workers_placed", device=device, workers=len(self._workers), nodes=nodes)
         # Before the model is built, so that both start at once.
-        for optimizer in start_optimizers(spec, self._workers, logs=logs, token=self._token):
+        marks = self._marks(self._crew.generation)
+        for optimizer in start_optimizers(spec, self._workers, **marks):
             self._optimizers.append(optimizer)
         if self._serving is not None:
             yield self._metrics.serve(self._serving)
             yield from self._export(self._serving, [*self._workers, *self._optimizers])
 
+        yield event("starting", what="building the model")
         try:
             if not self._crew.shards:
                 self._crew.form()
@@ -197,6 +204,7 @@ class Controller:
         )
         buckets = yield from self._divide_updates(buckets, device)
         regions = slab_regions(self._crew.slab_bytes, self._workers, self._homes)
+        yield event("starting", what=f"filling the arenas of {count(actors, 'optimizer actor')}")
         self._ask(self._optimizers, "start of the optimizer actors", "sweep")
         planned = yield from self._fill_arenas(buckets, regions)
         yield event(
@@ -208,18 +216,13 @@ class Controller:
         )
 
     def _follow_actors(self, happened: RunEvent) -> Iterator[Event]:
-        """Keeps the list of who serves metrics as the actors come and go."""
-        if happened.kind == "optimizer_lost":
-            self._metrics.drop_target(happened.detail["actor"])
-        elif happened.kind == DONE:
+        """Keeps the list of who serves metrics as actors come; `RunMetrics` sees who is lost."""
+        if happened.kind == DONE:
             for who in happened.detail["left"]:
                 self._metrics.drop_target(who)
             if self._serving is not None and (names := happened.detail["joined"]):
                 joined = [actor for actor in self._optimizers if actor.name in names]
                 yield from self._export(self._serving, joined)
-        elif happened.kind == "worker_lost":
-            for worker in self._workers:
-                self._metrics.drop_target(worker.name)
         elif happened.kind == "workers_replaced" and self._serving is not None:
             yield from self._export(self._serving, self._workers)
         elif happened.kind == "optimizer_replaced" and self._serving is not None:
@@ -329,10 +332,7 @@ class Controller:
         self._collect(attach, "attaching to the arenas", timeout, mortal=self._crew.mortal)
 
     def _start_workers(self, generation: int) -> Iterator[Placed]:
-        logs, token = str(self.folder / "logs"), self._token
-        return start_workers(
-            self.spec, self._group, self._device, generation, logs=logs, token=token
-        )
+        return start_workers(self.spec, self._group, self._device, **self._marks(generation))
 
     def _replace_workers(self, death: Died) -> Iterator[Event]:
         """Afterwards the workers are as before their first step, with the arenas as they are."""
@@ -361,8 +361,12 @@ class Controller:
         return self._start_optimizer(index, self._optimizers[index].node)
 
     def _start_optimizer(self, index: int, node: str) -> Placed:
+        return start_optimizer(self.spec, index, node, **self._marks(self._crew.generation))
+
+    def _marks(self, generation: int) -> dict[str, Any]:
+        """What a process of a generation bears."""
         logs = str(self.folder / "logs")
-        return start_optimizer(self.spec, index, node, logs=logs, token=self._token)
+        return {"logs": logs, "token": self._token, "generation": generation}
 
     # Train
 
@@ -375,6 +379,8 @@ class Controller:
             self._committed = self._team.last.step
             yield from self._commit_snapshot()
             self._results = {worker.name: answers[worker.name] for worker in self._workers}
+            actors = {actor.name for actor in self._optimizers}
+            self._host_memory = {who: answers[who] for who in actors & answers.keys()}
             results = list(self._results.values())
             for result in results:
                 largest = larger_shapes(largest, result.largest)
@@ -570,11 +576,19 @@ class Controller:
 
     def _last_seen(self, who: str) -> str:
         """What is known of a process that died: its own memory of it died with it."""
-        result = self._results.get(who)
-        if result is None:
-            return f"the last committed step is {self._committed}"
-        peaks = ", ".join(f"{name} {nbytes:,}" for name, nbytes in result.peaks.items())
-        return f"it had finished step {result.step} with peaks in bytes: {peaks or 'not measured'}"
+        if (result := self._results.get(who)) is not None:
+            return (
+                f"it had finished step {result.step} with peaks in bytes: {listed(result.peaks)}; "
+                f"in use then: {result.live_bytes:,} of device memory and "
+                f"{result.host.in_use_bytes:,} of host memory"
+            )
+        committed = f"the last committed step is {self._committed}"
+        if (host := self._host_memory.get(who)) is None:
+            return committed
+        return (
+            f"{committed}, after which it had {host.in_use_bytes:,} bytes of host memory in use, "
+            f"at most {host.peak_bytes:,}"
+        )
 
 
 def _told(refused: Refused | None) -> Iterator[Event]:

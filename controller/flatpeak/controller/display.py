@@ -31,6 +31,10 @@ class PlainDisplay(AbstractContextManager["PlainDisplay"]):
         elif (line := event_line(event)) is not None:
             self._write(line)
 
+    def note(self, text: str) -> None:
+        """What goes on before the run has any event."""
+        self._write(text)
+
     def summary(self, summary: Summary) -> None:
         self._write(summary_line(summary))
 
@@ -83,6 +87,9 @@ class JsonDisplay(AbstractContextManager["JsonDisplay"]):
         kind = "step" if isinstance(event, StepRecord) else "event"
         self._write(to_json({"type": kind} | asdict(event)))
 
+    def note(self, text: str) -> None:
+        """Nothing that a program could use."""
+
     def summary(self, summary: Summary) -> None:
         self._write(to_json({"type": "summary"} | asdict(summary)))
 
@@ -126,11 +133,13 @@ def event_line(event: RunEvent) -> str | None:
     """What a reader at the terminal needs of an event; None if nothing. `events.jsonl` has all."""
     detail = event.detail
     match event.kind:
+        case "starting":
+            return detail["what"]
         case "workers_placed":
-            nodes = _count(len(detail["nodes"]), "node")
-            return f"{_count(detail['workers'], 'worker')} ({detail['device']}) on {nodes}"
+            nodes = count(len(detail["nodes"]), "node")
+            return f"{count(detail['workers'], 'worker')} ({detail['device']}) on {nodes}"
         case "started":
-            buckets = _count(detail["buckets"], "bucket")
+            buckets = count(detail["buckets"], "bucket")
             host = memory(max(detail["planned_host_bytes"].values()), None)
             return (
                 f"started with {detail['parameters']:,} parameters in {buckets}, "
@@ -153,8 +162,8 @@ def event_line(event: RunEvent) -> str | None:
             return f"workers replaced in {detail['seconds']:.1f} s"
         case "optimizers_scaled":
             return (
-                f"{detail['before']} to {_count(detail['after'], 'optimizer actor')} after step "
-                f"{detail['step']}: {_count(detail['arenas'], 'arena')} of "
+                f"{detail['before']} to {count(detail['after'], 'optimizer actor')} after step "
+                f"{detail['step']}: {count(detail['arenas'], 'arena')} of "
                 f"{memory(detail['arena_bytes'], None)} handed over in {detail['seconds']:.3f} s, "
                 f"{detail['copied_bytes']:,} bytes copied"
             )
@@ -169,7 +178,7 @@ def event_line(event: RunEvent) -> str | None:
     return "  ".join([event.kind, *(f"{key}={value}" for key, value in detail.items())])
 
 
-def _count(number: int, what: str) -> str:
+def count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 

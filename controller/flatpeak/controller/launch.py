@@ -38,7 +38,7 @@ from flatpeak.controller.runs import (
 from flatpeak.controller.scale_requests import REFUSED, ScaleRequest, take_request
 from flatpeak.controller.signals import StopSignals
 from flatpeak.controller.spec import Spec, check_against_model, resolve_parallel
-from flatpeak.controller.waiting import describe
+from flatpeak.controller.waiting import describe, listed
 from flatpeak.workers import checkpoint
 from flatpeak.workers.arena import sweep_stale
 from flatpeak.workers.errors import ClusterError, FlatpeakError, InputError
@@ -123,6 +123,9 @@ def _marks(spec: Spec) -> list[Outlet]:
 
 
 def _drive(spec: Spec, token: str, follower: "_Follower", signals: StopSignals) -> None:
+    local = spec.cluster.address == "local"
+    what = "Ray on this machine" if local else f"in the Ray cluster at {spec.cluster.address}"
+    follower(event("starting", what=f"starting {what}"))
     try:
         with connected(spec) as warnings:
             signals.catch()
@@ -179,6 +182,13 @@ class _Follower:
         for outlet in self._outlets:
             if (text := outlet.take_failure()) is not None:
                 self(event("warning", text=text))
+
+    def last_seen(self, who: str) -> str:
+        """What is known of a controller that died."""
+        if not self._steps:
+            return "before its first step"
+        last = self._steps[-1]
+        return f"after step {last.step}, with peaks in bytes: {listed(last.peak_bytes)}"
 
     def write_peaks(self) -> None:
         try:
@@ -249,7 +259,7 @@ def _follow(spec: Spec, token: str, follower: _Follower, signals: StopSignals) -
         cause = getattr(error, "cause", None)
         if isinstance(cause, FlatpeakError):
             raise cause from None
-        raise describe(error, "the controller", "the run") from None
+        raise describe(error, "the controller", "the run", follower.last_seen) from None
     finally:
         ray.kill(controller)
 

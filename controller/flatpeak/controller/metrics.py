@@ -63,6 +63,11 @@ class RunMetrics(ProcessMetrics):
             self._observe_step(happened)
             return
         self.add("events_total", 1, happened.kind)
+        if happened.kind == "optimizer_lost":
+            self.drop_target(happened.detail["actor"])
+        elif happened.kind == "worker_lost":  # all of them are ended
+            for name in [n for n, at in self._targets.items() if at["labels"]["role"] == "worker"]:
+                self.drop_target(name)
         if happened.kind == "snapshot":
             self.set("snapshot_step", happened.detail["step"])
             self.set("snapshot_timestamp_seconds", happened.time)

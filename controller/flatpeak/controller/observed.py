@@ -1,5 +1,6 @@
 """A run as others see it, whatever they see it by: its folder here, or its job on a cluster."""
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -118,6 +119,28 @@ def find_run(where: Path | str, run: str) -> ObservedRun:
     from flatpeak.controller.jobs.submitted import SubmittedRun
 
     return SubmittedRun.newest(JobClient(where), run)
+
+
+def wait_for_run(where: Path | str, run: str, *, timeout_s: float) -> ObservedRun:
+    """`find_run` of one that may just be starting: it has a folder once its job has been checked.
+
+    Raises InputError when there is none in time.
+    """
+    if isinstance(where, str):
+        return find_run(where, run)  # a cluster knows of it as soon as it is submitted
+    list_runs(where)  # where no run can ever be, there is nothing to wait for
+    deadline, said = time.monotonic() + timeout_s, False
+    while True:
+        try:
+            return find_run(where, run)
+        except InputError as absent:
+            if time.monotonic() > deadline:
+                raise
+            if not said:
+                text = f"{absent}; waiting up to {timeout_s:g} s for it to start"
+                print(text, file=sys.stderr, flush=True)
+        said = True
+        time.sleep(_POLL_S)
 
 
 def report_of(run: ObservedRun) -> dict[str, Any]:

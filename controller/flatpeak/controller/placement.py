@@ -97,7 +97,7 @@ def reserve_workers(spec: Spec, device: str) -> Iterator[PlacementGroup]:
 
 
 def start_workers(
-    spec: Spec, group: PlacementGroup, device: str, generation: int, *, logs: str, token: str
+    spec: Spec, group: PlacementGroup, device: str, *, logs: str, token: str, generation: int
 ) -> Iterator[Placed]:
     """The workers of a generation one by one; their nodes are not known yet."""
     actor = ray.remote(TrainWorker)
@@ -118,7 +118,7 @@ def start_workers(
 
 
 def start_optimizers(
-    spec: Spec, workers: Sequence[Placed], *, logs: str, token: str
+    spec: Spec, workers: Sequence[Placed], *, logs: str, token: str, generation: int
 ) -> Iterator[Placed]:
     """Optimizer actors one by one, where `cluster.optimizer_placement` says."""
     cores = {
@@ -128,10 +128,12 @@ def start_optimizers(
     place = homes_anywhere if spec.cluster.optimizer_placement == "anywhere" else homes_beside
     homes = place(spec.cluster, busy, cores)
     for index, node in enumerate(homes):
-        yield start_optimizer(spec, index, node, logs=logs, token=token)
+        yield start_optimizer(spec, index, node, logs=logs, token=token, generation=generation)
 
 
-def start_optimizer(spec: Spec, index: int, node: str, *, logs: str, token: str) -> Placed:
+def start_optimizer(
+    spec: Spec, index: int, node: str, *, logs: str, token: str, generation: int
+) -> Placed:
     """The optimizer actor `index`, also in the place of one that is dead."""
     handle = (
         ray.remote(OptimizerActor)
@@ -144,7 +146,7 @@ def start_optimizer(spec: Spec, index: int, node: str, *, logs: str, token: str)
             runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}},
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        .remote(spec, index, logs)
+        .remote(spec, index, logs, generation)
     )
     return Placed(f"optimizer {index}", handle, node)
 

@@ -50,6 +50,8 @@ class StepRecord:
     __pydantic_config__ = _EXACT
 
     step: int
+    time: float | None = None
+    """Unix time at which it was done; None in the records of old runs."""
     loss: _NullAsNan
     nll: float | None = None
     """Mean negative log likelihood of the targets: the loss without what is added to it, which
@@ -63,6 +65,8 @@ class StepRecord:
     """Device memory by component, each of the rank where it was highest."""
     device_budget_bytes: int | None = None
     """The bound on the total, as the spec has it."""
+    planned_peak_bytes: dict[str, int] = field(default_factory=dict)
+    """Bounds on components that follow from the job alone, each of the rank where it is highest."""
     dispatch: dict[str, float | None] = field(default_factory=dict)
     """The figures of a `DispatchReport` on all ranks, and the budget of its bytes."""
     optimizer: dict[str, float] = field(default_factory=dict)
@@ -73,6 +77,14 @@ class StepRecord:
     skipped: bool = False
     first_sample: int
     last_sample: int
+
+    def bound(self, component: str) -> int | None:
+        """Of its whole peak, where it has one."""
+        return (
+            self.device_budget_bytes
+            if component == TOTAL
+            else self.planned_peak_bytes.get(component)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,15 +284,23 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         return list(_read_lines(self.path / "events.jsonl", _EVENT))
 
     def follow(self) -> Callable[[], list[Event]]:
-        """A function that returns what was recorded since its last call, events first.
+        """A function that returns what was recorded since its last call, in order of time.
 
-        Steps come as they were done: those after the snapshot of a resumed run once more.
+        Steps come as they were done: those after the snapshot of a resumed run once more. Those of
+        old runs bear no time, and come first.
         """
         readers = [
             _Appended(self.path / "events.jsonl", _EVENT),
             _Appended(self.path / "steps.jsonl", _STEP),
         ]
-        return lambda: [record for reader in readers for record in reader.read()]
+
+        def new() -> list[Event]:
+            records = [record for reader in readers for record in reader.read()]
+            return sorted(
+                records, key=lambda record: -math.inf if record.time is None else record.time
+            )
+
+        return new
 
     def follow_events(self) -> Callable[[], list[RunEvent]]:
         """A function that returns the events since its last call."""

@@ -1,5 +1,6 @@
 """What the results of all ranks come to."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import prod
@@ -36,6 +37,7 @@ def step_record(
     ids = sample_ids(first.step - 1, spec.train.sequences_per_step)
     return StepRecord(
         step=first.step,
+        time=time.time(),
         loss=first.loss,
         nll=first.nll,
         grad_norm=first.grad_norm,
@@ -45,6 +47,7 @@ def step_record(
         step_seconds=seconds,
         peak_bytes=highest_of([result.peaks for result in results]),
         device_budget_bytes=spec.memory.device_budget_bytes,
+        planned_peak_bytes=highest_of([result.planned for result in results]),
         dispatch=worst_of(result.dispatch for result in results).figures()
         | {"budget_bytes": dispatch_budget_of(spec)},
         optimizer={

@@ -105,6 +105,11 @@ def describe(
     return RunFailed(f"{what}: {who} {happened}{f' ({known})' if known else ''}: {_why(error)}")
 
 
+def listed(peaks: Mapping[str, int]) -> str:
+    """Peaks as they stand in a message about a death."""
+    return ", ".join(f"{name} {nbytes:,}" for name, nbytes in peaks.items()) or "not measured"
+
+
 def _where(error: RayError) -> str:
     """Ray's facts are indented lines of its message; the names among them are of no use here."""
     facts = dict(re.findall(r"^\t(pid|ip): (.*)$", str(error), re.MULTILINE))

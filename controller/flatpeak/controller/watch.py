@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group, RenderableType
@@ -86,14 +86,17 @@ def picture(status: RunStatus, seen: Seen, ages: dict[str, float]) -> Renderable
         if last.peak_bytes:
             parts += [Text(), _peaks(seen, last)]
         parts += [Text(), *(Text(line) for line in _operators(last))]
-    parts += [Text(), Text(_actors(ages))] if ages else []
-    parts.append(Text())
-    parts += [
-        Text(f"{time.strftime('%H:%M:%S', time.localtime(event.time))}  {line}")
-        for event in seen.events
-        if (line := event_line(event)) is not None
-    ]
-    return Group(*parts)
+    parts += [Text(), _actors(ages)] if ages else []
+    return Group(*parts, Text(), _events(seen.events))
+
+
+def _events(events: Iterable[RunEvent]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))  # a line that is too long goes on below its start
+    for event in events:
+        if (line := event_line(event)) is not None:
+            at = time.strftime("%H:%M:%S", time.localtime(event.time))
+            table.add_row(Text(at, no_wrap=True), Text(line))
+    return table
 
 
 def _state(status: RunStatus) -> str:
@@ -119,8 +122,9 @@ def _peaks(seen: Seen, last: StepRecord) -> Table:
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("bound", justify="right", no_wrap=True)
     for name in in_order_of_peaks(seen.highest):
-        bound = last.device_budget_bytes if name == TOTAL else None
-        near = bound is not None and seen.highest[name] > 0.95 * bound
+        bound = last.bound(name)
+        # The total may rise further; what is planned is reached, and only not to be exceeded.
+        near = bound is not None and seen.highest[name] > bound * (0.95 if name == TOTAL else 1)
         table.add_row(
             Text(name),
             ProgressBar(
@@ -155,8 +159,11 @@ def _operators(last: StepRecord) -> Iterator[str]:
         )
 
 
-def _actors(ages: dict[str, float]) -> str:
-    return "last words  " + ", ".join(f"{name} {_age(age)}" for name, age in ages.items())
+def _actors(ages: dict[str, float]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    said = ", ".join(f"{name} {_age(age)}" for name, age in ages.items())
+    table.add_row(Text("last words", no_wrap=True), Text(said))
+    return table
 
 
 def _age(seconds: float) -> str:

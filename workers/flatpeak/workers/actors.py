@@ -23,7 +23,7 @@ from flatpeak.workers.arena import sweep_stale
 from flatpeak.workers.arena_owner import ArenaOwner
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.errors import ClusterError
-from flatpeak.workers.host_memory import Room, node_path, room
+from flatpeak.workers.host_memory import HostMemory, Room, host_memory, node_path, room
 from flatpeak.workers.metrics import NODE, MetricsServer, ProcessMetrics, Serving
 from flatpeak.workers.metrics.roles import OptimizerMetrics, WorkerMetrics
 from flatpeak.workers.remote import ArenaServer, RemoteArena, open_store
@@ -101,7 +101,7 @@ class TrainWorker(_Exporting):
         if device == "cuda":
             torch.cuda.set_device(self._device)
         self._trainer = Trainer(spec, rank=rank, device=self._device)
-        self._metrics: WorkerMetrics = WorkerMetrics(spec, rank)
+        self._metrics: WorkerMetrics = WorkerMetrics(spec, rank, generation)
         self._store: TCPStore | None = None
 
     def node(self) -> str:
@@ -190,14 +190,14 @@ class TrainWorker(_Exporting):
 class OptimizerActor(_Exporting):
     """Owner of arenas: fills them, updates them, writes them to disk, removes them."""
 
-    def __init__(self, spec: "Spec", index: int, logs: str) -> None:
+    def __init__(self, spec: "Spec", index: int, logs: str, generation: int = 0) -> None:
         log_to(logs, f"optimizer-{index}")
         log.info("optimizer %d, pid %d", index, os.getpid())
         torch.set_num_threads(spec.cluster.cpus_per_optimizer)
         self._spec, self._index = spec, index
         self._owner = ArenaOwner(spec.run, adamw_of(spec))
         self._server: ArenaServer | None = None
-        self._metrics: OptimizerMetrics = OptimizerMetrics(spec, index)
+        self._metrics: OptimizerMetrics = OptimizerMetrics(spec, index, generation)
 
     def sweep(self) -> None:
         """As workers do; this node may have none."""
@@ -265,21 +265,22 @@ class OptimizerActor(_Exporting):
         """Parameters a second, while all actors measure theirs."""
         return measure_host_rate()
 
-    def update(self, step: int, lr: float, clip_factor: float | None) -> None:
+    def update(self, step: int, lr: float, clip_factor: float | None) -> HostMemory:
         """Returns when `step` is committed: also by the workers that update buckets themselves."""
         self._owner.forget()
         self._owner.core.update(step, lr=lr, clip_factor=clip_factor)
-        self._committed(step)
+        return self._committed(step)
 
-    def finish(self, step: int, lr: float, clip_factor: float | None) -> None:
+    def finish(self, step: int, lr: float, clip_factor: float | None) -> HostMemory:
         """`update` of the step that was asked of a dead predecessor, whatever it did of it."""
         self._owner.core.finish(step, lr=lr, clip_factor=clip_factor)
-        self._committed(step)
+        return self._committed(step)
 
-    def _committed(self, step: int) -> None:
+    def _committed(self, step: int) -> HostMemory:
         core = self._owner.core
         core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
         self._metrics.observe(core)
+        return host_memory()
 
     def snapshot(self, folder: str, step: int) -> list[SnapshotPart]:
         """Writes each arena that it owns."""

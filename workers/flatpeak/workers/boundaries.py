@@ -42,6 +42,19 @@ def slab_bytes(tokens: int, hidden: int, dtype: torch.dtype, layers: int) -> int
     return layers * _aligned(tokens * hidden * dtype.itemsize)
 
 
+def device_bytes(
+    tokens: int, hidden: int, dtype: torch.dtype, layers: int, *, capacity: int
+) -> int:
+    """Most bytes that the boundaries [tokens, hidden] of all `layers` take on the device at once.
+
+    Those that a slab of `capacity` bytes has no room for, and one on its way; at least the two of
+    the layer that recomputes and of the one below.
+    """
+    nbytes = tokens * hidden * dtype.itemsize
+    kept = max(0, layers - capacity // _aligned(nbytes))
+    return min(layers, max(2, kept + 1)) * nbytes
+
+
 @dataclass(frozen=True)
 class BoundaryStats:
     """Boundaries of the forward passes in a `with` block of an offload, or in several, in bytes."""

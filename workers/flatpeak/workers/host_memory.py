@@ -46,6 +46,21 @@ def room(folder: Path, *, root: Path = Path("/")) -> Room:
     return min(rooms)
 
 
+@dataclass(frozen=True)
+class HostMemory:
+    """Of a process, shared memory that it has touched included."""
+
+    in_use_bytes: int = 0
+    peak_bytes: int = 0
+
+
+def host_memory() -> HostMemory:
+    """Of this process."""
+    status = dict(line.split(":", 1) for line in _lines(Path("/proc/self/status")))
+    in_use, peak = (1024 * int(status[name].split()[0]) for name in ("VmRSS", "VmHWM"))
+    return HostMemory(in_use, peak)
+
+
 def _file_system(folder: Path, root: Path) -> str | None:
     """The kind of the mount that `folder` lies in."""
     found: dict[Path, str] = {}

@@ -23,14 +23,20 @@ from torch.distributed.tensor import DTensor
 
 from flatpeak.workers.arena import SUFFIX, Arena
 from flatpeak.workers.batches import Microbatch, SampleSource, read_step
-from flatpeak.workers.boundaries import BoundaryStats, CheckpointOffload, slab_bytes
+from flatpeak.workers.boundaries import (
+    BOUNDARIES,
+    BoundaryStats,
+    CheckpointOffload,
+    device_bytes,
+    slab_bytes,
+)
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.checkpoint import build_meta_model, load_config
 from flatpeak.workers.device_update import DeviceUpdate, Slots, Target
 from flatpeak.workers.dispatch import DispatchReport
 from flatpeak.workers.gradients import GradientStream, global_norm
-from flatpeak.workers.host_memory import node_path
-from flatpeak.workers.memory import PeakMeter
+from flatpeak.workers.host_memory import HostMemory, host_memory, node_path
+from flatpeak.workers.memory import TOTAL, PeakMeter
 from flatpeak.workers.model import LocalParameter, ShardedModel, shard_model
 from flatpeak.workers.parallel import Layout, make_groups
 from flatpeak.workers.refresh import RefreshReport, WeightRefresh
@@ -68,6 +74,11 @@ class StepResult:
     """To optimizer actors of other nodes, and `received_bytes` from them."""
     received_bytes: int = 0
     peaks: dict[str, int] = field(default_factory=dict)
+    planned: dict[str, int] = field(default_factory=dict)
+    """Most bytes of device memory, by component, of those that depend on the job alone."""
+    live_bytes: int = 0
+    """Device memory in use at the end of the step."""
+    host: HostMemory = field(default_factory=HostMemory)
     largest: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -101,6 +112,8 @@ class Trainer:
         self._reduced: Tensor | None = None
         self._device_update: DeviceUpdate | None = None
         self._slab: Arena  # kept: with the last reference its registration ends
+        self._slab_bytes = 0
+        self._staging: dict[str, int] = {}
         self._remote: Mapping[int, RemoteArena] = {}
         self._tied: dict[int, TiedGradient] = {}
         self._meter = PeakMeter(device=device) if spec.metrics.peaks else None
@@ -179,7 +192,7 @@ class Trainer:
         if self.device.type == "cuda":
             for arena in {*mapped.values(), boundaries}:
                 arena.register()
-        self._slab, self._remote = boundaries, remote
+        self._slab, self._slab_bytes, self._remote = boundaries, slab.nbytes, remote
         self._stream = GradientStream(own, mapped | dict(remote))
         self._device_update = self._make_device_update(own, mapped)
         self._refresh = WeightRefresh(
@@ -210,6 +223,17 @@ class Trainer:
         arena.unlink()  # mapped, it needs no name, and nothing can be left behind
         return arena
 
+    def _planned_peaks(self) -> dict[str, int]:
+        config = self.sharded.model.config
+        boundaries = device_bytes(
+            tokens_of(self.spec),
+            config.hidden_size,
+            DTYPES[self.spec.train.dtype],
+            config.num_hidden_layers,
+            capacity=self._slab_bytes,
+        )
+        return {BOUNDARIES: boundaries} | self._staging
+
     def _make_device_update(
         self, own: Sequence[Bucket], arenas: Mapping[int, Arena]
     ) -> DeviceUpdate | None:
@@ -217,6 +241,7 @@ class Trainer:
         if not buckets:
             return None
         slots = Slots(self.spec.memory.optimizer.slots, buckets, self.device)
+        self._staging = {"optimizer": slots.state.nbytes + slots.weights.nbytes}
         if self._meter is not None:
             for staging in (slots.state, slots.weights):
                 self._meter.track(staging, "optimizer")
@@ -270,6 +295,9 @@ class Trainer:
             sent_bytes=now_sent - sent,
             received_bytes=now_received - received,
             peaks=self._meter.peaks() if self._meter else {},
+            planned=self._planned_peaks(),
+            live_bytes=self._meter.live()[TOTAL] if self._meter else 0,
+            host=host_memory(),
             largest=self._meter.largest_tensors() if self._meter and self._on_cpu() else {},
         )
 

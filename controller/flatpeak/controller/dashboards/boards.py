@@ -100,9 +100,15 @@ def _overview() -> Json:
                         f"max by (component) ({_parts('peak_window_bytes')})",
                         "{{component}}",
                     ),
+                    Query(
+                        f"max by (component) ({_of_ranks('planned_peak_bytes')})",
+                        "planned {{component}}",
+                        is_bound=True,
+                    ),
                 ),
-                help="Highest device memory of each component within the window; components peak "
-                "at different times, so they do not add up to the total.",
+                help="Highest device memory of each component within the window, and the bound of "
+                "those that have one; components peak at different times, so they do not add up "
+                "to the total.",
             ),
             Panel(
                 title="Whole peak by rank",

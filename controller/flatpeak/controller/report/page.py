@@ -118,9 +118,13 @@ def _facts(info: RunInfo, steps: Sequence[StepRecord]) -> list[Fact]:
 def _peaks(steps: Sequence[StepRecord]) -> list[Peak]:
     highest = highest_of(step.peak_bytes for step in steps)
     largest = max([1, *highest.values()])
+    bounds = {name: steps[-1].bound(name) for name in highest}
+    # One that is far above would leave no bar to be seen.
+    near = [bound for bound in bounds.values() if bound is not None and bound < 2 * largest]
+    largest = max([largest, *near])
     found = []
     for name in in_order_of_peaks(highest):
-        bound = _bound(name, steps)
+        bound = bounds[name]
         found.append(
             Peak(
                 name,
@@ -132,11 +136,6 @@ def _peaks(steps: Sequence[StepRecord]) -> list[Peak]:
             )
         )
     return found
-
-
-def _bound(component: str, steps: Sequence[StepRecord]) -> int | None:
-    """The bound of a component's whole peak, where it has one."""
-    return steps[-1].device_budget_bytes if component == TOTAL else None
 
 
 def _charts(steps: Sequence[StepRecord]) -> list[Chart]:

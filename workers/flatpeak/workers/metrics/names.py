@@ -1,15 +1,16 @@
 """Every metric that a run exports. Exporters, dashboards, rules and tests take names from here.
 
 Prefix `flatpeak_`, base units, and the unit at the end of the name. All have the labels `run`,
-`role` and `rank` of their process; never a step or an actor's id, which would make a new series
-each time.
+`role`, `rank` and `generation` of their process; never a step or an actor's id, which would make a
+new series each time. The generation counts the groups of workers that the run had before the one in
+which the process started.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 PREFIX = "flatpeak_"
-PROCESS_LABELS = ("run", "role", "rank")
+PROCESS_LABELS = ("run", "role", "rank", "generation")
 
 Role = Literal["controller", "worker", "optimizer"]
 
@@ -77,6 +78,12 @@ METRICS = {
             "peak_lifetime_bytes",
             "worker",
             "Highest device memory since the process started.",
+            _COMPONENT,
+        ),
+        Metric(
+            "planned_peak_bytes",
+            "worker",
+            "Bound of a component's peak that follows from the job.",
             _COMPONENT,
         ),
         Metric("device_budget_bytes", "worker", "memory.device_budget_bytes of the job."),

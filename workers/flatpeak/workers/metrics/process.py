@@ -15,10 +15,10 @@ class ProcessMetrics:
     A metric is exported from its first value on.
     """
 
-    def __init__(self, *, run: str, role: Role, rank: int = 0) -> None:
+    def __init__(self, *, run: str, role: Role, rank: int = 0, generation: int = 0) -> None:
         self.registry = CollectorRegistry()
         self._role = role
-        self._process = (run, role, str(rank))
+        self._process = (run, role, str(rank), str(generation))
         self._families: dict[str, Counter | Gauge] = {}
         self._windows: dict[tuple[str, str], WindowPeak] = {}
         self._largest: dict[tuple[str, str], float] = {}

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class WorkerMetrics(ProcessMetrics):
     """Of one rank, set once a step."""
 
-    def __init__(self, spec: "Spec", rank: int) -> None:
-        super().__init__(run=spec.run, role="worker", rank=rank)
+    def __init__(self, spec: "Spec", rank: int, generation: int = 0) -> None:
+        super().__init__(run=spec.run, role="worker", rank=rank, generation=generation)
         self._window_s = spec.metrics.window_s
         memory = spec.memory
         if memory.device_budget_bytes is not None:
@@ -30,6 +30,8 @@ class WorkerMetrics(ProcessMetrics):
             self.record("peak_window_bytes", nbytes, component, window_s=self._window_s)
             self.set("peak_last_step_bytes", nbytes, component)
             self.raise_to("peak_lifetime_bytes", nbytes, component)
+        for component, nbytes in result.planned.items():
+            self.set("planned_peak_bytes", nbytes, component)
         if result.dispatch.planned_bytes:
             self.set("dispatch_planned_bytes", result.dispatch.planned_bytes)
         self.set("worker_step_seconds", result.seconds)
@@ -49,8 +51,8 @@ class WorkerMetrics(ProcessMetrics):
 class OptimizerMetrics(ProcessMetrics):
     """Of one optimizer actor, set after each update."""
 
-    def __init__(self, spec: "Spec", index: int) -> None:
-        super().__init__(run=spec.run, role="optimizer", rank=index)
+    def __init__(self, spec: "Spec", index: int, generation: int = 0) -> None:
+        super().__init__(run=spec.run, role="optimizer", rank=index, generation=generation)
         self._counted = (0, 0, 0.0)
 
     def observe(self, core: "OptimizerCore") -> None:
