@@ -173,7 +173,7 @@ def test_a_refused_takeover_leaves_the_arena_unmapped_and_the_owner_as_it_was(tm
     arenas[2].own()
     owner = ArenaOwner("r", SETTINGS)
     owner.attach({0: arenas[0].path}, timeout_s=0)
-    with pytest.raises(WaitTimeout, match=r"another process still updates .*2\.arena"):
+    with pytest.raises(WaitTimeout, match=r"another process still writes to .*2\.arena"):
         owner.attach({0: arenas[0].path, 2: arenas[2].path}, timeout_s=0)
     assert list(owner.arenas) == [0]
     assert owner.core.arenas == (owner.arenas[0],)

@@ -451,6 +451,21 @@ def test_a_peak_is_shown_in_a_unit_that_suits_it(peak, budget, text):
             "workers replaced in 8.9 s",
         ),
         (
+            "optimizers_scaled",
+            {
+                "before": 3,
+                "after": 1,
+                "step": 7,
+                "arenas": 2,
+                "arena_bytes": 3 * 2**20,
+                "seconds": 0.0123,
+                "copied_bytes": 0,
+            },
+            "3 to 1 optimizer actor after step 7: 2 arenas of 3.0 MiB handed over in 0.012 s, "
+            "0 bytes copied",
+        ),
+        ("scaling_refused", {"request": "a", "reason": "3 are free"}, "not scaled: 3 are free"),
+        (
             "resumed",
             {"step": 4, "snapshot": "runs/a/snapshots/step-4"},
             "resumes after step 4, from runs/a/snapshots/step-4",

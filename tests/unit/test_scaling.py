@@ -7,8 +7,18 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorAlreadyExistsError, ActorDiedError
 
+from flatpeak.controller.host_plan import PlannedArena
+from flatpeak.controller.ownership import Ownership
 from flatpeak.controller.placement import Placed
-from flatpeak.controller.scaling import Capacity, Change, Refused, Scaling, refusal
+from flatpeak.controller.scaling import (
+    Capacity,
+    Change,
+    Refused,
+    Scaling,
+    handed_over,
+    refusal,
+)
+from flatpeak.workers.buckets import Bucket, Range
 
 FREE = MappingProxyType({"a": 2.0, "b": 3.0, "other": 9.0})
 
@@ -41,6 +51,23 @@ def test_actors_that_workers_reach_over_the_network_stay():
     assert found is not None
     assert "cluster.optimizer_placement = anywhere" in found
     assert "--set cluster.optimizers=3" in found
+
+
+def test_what_was_handed_over_is_counted_and_copies_are_to_other_nodes():
+    buckets = [Bucket(n, 0, n, (Range("p", n, n + 1),), "float32", True, "adamw") for n in range(3)]
+    report = handed_over(
+        Ownership((0, 0, 0)),
+        Ownership((0, 1, 2)),
+        arenas=[PlannedArena((bucket,), 0, 100 * bucket.index) for bucket in buckets],
+        homes=["a", "a", "a"],
+        actors=[Placed(f"optimizer {n}", None, node) for n, node in enumerate("aab")],
+    )
+    assert report == {
+        "arenas": 2,
+        "arena_bytes": 300,
+        "copied_bytes": 200,
+        "state_bytes": {"optimizer 0": 16, "optimizer 1": 16, "optimizer 2": 16},
+    }
 
 
 class Cluster:

@@ -62,6 +62,17 @@ def test_devices_do_not_update_what_is_on_other_nodes(tmp_path):
     assert "set update_on to host, or optimizer_placement to beside" in text
 
 
+def test_there_are_arenas_for_as_many_optimizer_actors_as_there_may_be(tmp_path):
+    assert with_overrides(tmp_path, "cluster.optimizers=3").cluster.arenas == 3
+    more = ("cluster.optimizers=3", "cluster.max_optimizers=8")
+    assert with_overrides(tmp_path, *more).cluster.arenas == 8
+    text = refusal(tmp_path, "cluster.optimizers=3", "cluster.max_optimizers=2")
+    assert "max_optimizers = 2 is below optimizers = 3; set it to 3 or more" in text
+    text = refusal(tmp_path, "cluster.max_optimizers=8", "cluster.optimizer_placement=anywhere")
+    assert "max_optimizers is for optimizer_placement = beside" in text
+    assert "cluster.max_optimizers = 0: " in refusal(tmp_path, "cluster.max_optimizers=0")
+
+
 def test_the_tree_is_frozen():
     spec = parse_spec(SMALLEST)
     with pytest.raises(ValueError, match="frozen"):

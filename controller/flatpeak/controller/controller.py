@@ -45,7 +45,6 @@ from flatpeak.controller.placement import (
     start_optimizers,
     start_workers,
     sweep_nodes,
-    worker_nodes,
 )
 from flatpeak.controller.resume import (
     check_parameters,
@@ -55,7 +54,7 @@ from flatpeak.controller.resume import (
 )
 from flatpeak.controller.runs import Event, RunEvent, event
 from flatpeak.controller.scale_requests import DONE, REFUSED
-from flatpeak.controller.scaling import Capacity, Change, Refused, Scaling
+from flatpeak.controller.scaling import Capacity, Change, Refused, Scaling, handed_over
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.step_results import check_budget, larger_shapes, step_record
@@ -233,6 +232,8 @@ class Controller:
     def _export(self, serving: Serving, actors: list[Placed]) -> Iterator[Event]:
         try:
             served = self._ask(actors, "serving metrics", "serve_metrics", replace(serving, port=0))
+        except Interrupted:
+            return  # the next wait of the run itself ends it in good order
         except (RunFailed, Died) as error:
             # Metrics never hurt a run. Of an actor that died, others who ask it will say so.
             reason = error.cause if isinstance(error, Died) else error
@@ -413,23 +414,17 @@ class Controller:
         """Changes the optimizer actors if that was asked for and is ready: no update is under way,
         and none of their answers is owed."""
         change = self._scaling.due()
-        if isinstance(change, Change):
-            self._unstoppable = True
-            yield from self._resize(change)
-            self._unstoppable = False
-            self._scaling.settle()
-        else:
+        if not isinstance(change, Change):
             yield from _told(change)
-
-    def _resize(self, change: Change) -> Iterator[Event]:
+            return
         began, start_seconds = time.perf_counter(), time.monotonic() - change.began
         present, before = len(self._optimizers), self._team.ownership
         actors = [*self._optimizers, *change.joining][: change.wanted]
         now = self._assign(before.owners, actors)
+        self._unstoppable = True
         gone = yield from self._team.resize(change.wanted, now, joining=change.joining)
-        seconds = time.perf_counter() - began
-        moved = [n for n, owner in enumerate(now.owners) if owner != before.owners[n]]
-        copied = [n for n in moved if actors[now.owners[n]].node != self._homes[n]]
+        self._unstoppable = False
+        self._scaling.settle()
         yield event(
             DONE,
             request=change.request,
@@ -438,21 +433,15 @@ class Controller:
             after=change.wanted,
             joined=[actor.name for actor in change.joining],
             left=[actor.name for actor in gone],
-            arenas=len(moved),
-            arena_bytes=sum(self._arenas[n].nbytes for n in moved),
-            copied_bytes=sum(self._arenas[n].nbytes for n in copied),
-            state_bytes={
-                actor.name: sum(self._arenas[n].state_bytes for n in now.of(index))
-                for index, actor in enumerate(actors)
-            },
-            seconds=seconds,
+            **handed_over(before, now, arenas=self._arenas, homes=self._homes, actors=actors),
             start_seconds=start_seconds,
+            seconds=time.perf_counter() - began,
         )
 
     def _capacity(self) -> Capacity:
         cluster = self.spec.cluster
         return Capacity(
-            nodes=tuple(worker_nodes(self._workers)),
+            nodes=tuple(sorted(set(self._homes))),
             arenas=len(self._arenas),
             cpus_per_actor=cluster.cpus_per_optimizer,
             free_cpus=free_cpus(),

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import ActorAlreadyExistsError, RayError
 
+from flatpeak.controller.host_plan import PlannedArena
+from flatpeak.controller.ownership import Ownership
 from flatpeak.controller.placement import Placed, release
 from flatpeak.controller.waiting import Answers, describe
 
@@ -67,6 +69,29 @@ def refusal(wanted: int, present: int, capacity: Capacity) -> str | None:
                 "ask for fewer"
             )
     return None
+
+
+def handed_over(
+    before: Ownership,
+    now: Ownership,
+    *,
+    arenas: Sequence[PlannedArena],
+    homes: Sequence[str],
+    actors: Sequence[Placed],
+) -> dict[str, Any]:
+    """What a change of owners moved, and what each of `actors` has now; `homes` are the arenas'
+    nodes. An arena whose new owner is on another node would have to be copied."""
+    moved = [n for n, owner in enumerate(now.owners) if owner != before.owners[n]]
+    copied = [n for n in moved if actors[now.owners[n]].node != homes[n]]
+    return {
+        "arenas": len(moved),
+        "arena_bytes": sum(arenas[n].nbytes for n in moved),
+        "copied_bytes": sum(arenas[n].nbytes for n in copied),
+        "state_bytes": {
+            actor.name: sum(arenas[n].state_bytes for n in now.of(index))
+            for index, actor in enumerate(actors)
+        },
+    }
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ METRICS = {
         Metric("boundaries_kept_bytes", "worker", "Layer inputs kept on the device a step."),
         Metric("boundaries_slab_bytes", "worker", "Most of the host slab in use at once."),
         # Of an optimizer actor
-        Metric("arena_bytes", "optimizer", "Size of the arena in shared memory."),
+        Metric("arena_bytes", "optimizer", "Size of its arenas in shared memory."),
         Metric("optimizer_step", "optimizer", "Last step applied to all buckets."),
         Metric("updated_buckets_total", "optimizer", "Bucket updates done by this process."),
         Metric("updated_parameters_total", "optimizer", "Parameters updated by this process."),
