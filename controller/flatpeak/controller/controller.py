@@ -38,25 +38,28 @@ from flatpeak.controller.placement import (
     start_workers,
     sweep_nodes,
 )
-from flatpeak.controller.resume import (
-    check_parameters,
-    parameter_sizes,
-    snapshot_meta,
-    snapshot_to_resume,
-)
-from flatpeak.controller.runs import Event, RunEvent, event
+from flatpeak.controller.resume import check_parameters, parameter_sizes, snapshot_meta
+from flatpeak.controller.runs import Event, RunEvent, RunFolder, event
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.step_results import check_budget, larger_shapes, step_record
 from flatpeak.controller.waiting import Interrupted, collect
 from flatpeak.workers.actors import log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
-from flatpeak.workers.errors import FlatpeakError, RunFailed, WaitTimeout
+from flatpeak.workers.errors import (
+    CheckpointError,
+    FlatpeakError,
+    RunFailed,
+    SnapshotFailed,
+    WaitTimeout,
+)
 from flatpeak.workers.metrics import Serving
 from flatpeak.workers.optimizer import clipping_factor
 from flatpeak.workers.snapshot import (
+    SnapshotPart,
     SnapshotReader,
     commit_manifest,
+    discard_parts,
     keep_last,
     snapshot_folder,
 )
@@ -73,11 +76,15 @@ class Controller:
     """A Ray actor with two threads: one runs the training, the other hears `stop`.
 
     `folder` is the run folder; the spec's degrees are resolved; `token` marks this launch in names
-    that all runs share.
+    that all runs share; `snapshot` is what the run goes on from, checked by the driver.
     """
 
-    def __init__(self, spec: Spec, folder: str, token: str, serving: Serving | None) -> None:
+    def __init__(
+        self, spec: Spec, folder: str, token: str, serving: Serving | None, snapshot: str | None
+    ) -> None:
         self.spec, self.folder, self._token = spec, Path(folder), token
+        self._records = RunFolder(self.folder)
+        self._resumed = None if snapshot is None else Path(snapshot)
         self._serving = serving
         self._metrics = RunMetrics(spec)
         log_to(str(self.folder / "logs"), "controller")
@@ -96,6 +103,8 @@ class Controller:
         )
         self._committed = 0
         self._saved = 0
+        self._written: tuple[int, dict[str, Any]] | None = None
+        self._unsaved: FlatpeakError | None = None
         self._sizes: dict[str, int] = {}
         self._on_device = False  # whether workers update buckets
         self._ending = False
@@ -109,6 +118,10 @@ class Controller:
         """Trains to the last step; yields what happens as it happens."""
         for happened in self._run():
             self._metrics.observe(happened)
+            if not isinstance(happened, RunEvent):
+                # Here, since a driver that is killed reads no more of what was done until then, and
+                # a snapshot may be of that.
+                self._records.record(happened)
             yield happened
             if isinstance(happened, RunEvent):
                 yield from self._follow_actors(happened)
@@ -125,9 +138,10 @@ class Controller:
             yield event(end, step=self._committed)
         except Exception as error:
             log.exception("the run failed")
-            # Who did not answer a whole step long will not do so now.
-            timeout = _CLOSE_S if isinstance(error, WaitTimeout) else self._patience_s
-            yield from self._keep_what_can_be(timeout)
+            if error is not self._unsaved:  # else it is the last attempt that failed
+                # Who did not answer a whole step long will not do so now.
+                timeout = _CLOSE_S if isinstance(error, WaitTimeout) else self._patience_s
+                yield from self._keep_what_can_be(timeout)
             raise
         finally:
             self._teardown()
@@ -233,7 +247,7 @@ class Controller:
         """Returns the bytes of host memory taken on each node."""
         self._on_device = any(bucket.updater is not None for bucket in buckets)
         self._sizes = parameter_sizes(held for bucket in buckets for held in bucket.ranges)
-        snapshot = snapshot_to_resume(self.spec, self.folder)
+        snapshot = self._resumed
         if snapshot is not None:
             with SnapshotReader(snapshot) as reader:
                 check_parameters(reader, self._sizes)
@@ -289,12 +303,13 @@ class Controller:
         for step in range(self._committed + 1, self.spec.train.steps + 1):
             began = time.perf_counter()
             refs = {w.name: w.handle.step.remote(step) for w in self._workers}
+            yield from self._commit_snapshot()
             # The optimizer actors are watched too: without them the workers wait in vain.
             answers = yield from self._team.gather(
                 f"step {step}", self.spec.cluster.step_timeout_s, refs, self._team.updates
             )
             self._committed = self._team.last.step
-            yield from self._commit_snapshot()
+            yield from self._gather_snapshot()
             self._results = {worker.name: answers[worker.name] for worker in self._workers}
             results = list(self._results.values())
             for result in results:
@@ -324,8 +339,12 @@ class Controller:
     def _begin_snapshot(self) -> None:
         self._team.snapshot(str(snapshot_folder(self.folder, self._team.last.step)))
 
-    def _commit_snapshot(self) -> Iterator[Event]:
-        """Waits for the snapshot under way, if there is one, which is of the committed step."""
+    def _gather_snapshot(self) -> Iterator[Event]:
+        """Waits for the snapshot under way, if there is one, which is of the committed step.
+
+        The actors write it beside the next step, and no update is asked for before they are done:
+        until then the state is that of the snapshot.
+        """
         if not self._team.parts:
             return
         step, timeout = self._committed, self.spec.cluster.step_timeout_s
@@ -337,12 +356,34 @@ class Controller:
             self._team.parts = {}  # not to be waited for again at the end
             raise
         self._team.parts = {}
+        self._written = step, parts
+
+    def _commit_snapshot(self) -> Iterator[Event]:
+        """Makes what was written a snapshot; files and folders take their time, but no state."""
+        if self._written is None:
+            return
+        (step, answers), self._written = self._written, None
         folder = snapshot_folder(self.folder, step)
-        meta = snapshot_meta(self.spec, self._sizes)
-        commit_manifest(folder, step=step, parts=list(parts.values()), meta=meta)
-        keep_last(self.folder, self.spec.snapshots.keep)
-        self._saved = step
+        parts = [part for part in answers.values() if isinstance(part, SnapshotPart)]
+        try:
+            if failures := [f"{w}: {e}" for w, e in answers.items() if isinstance(e, Exception)]:
+                raise SnapshotFailed("; ".join(failures))
+            meta = snapshot_meta(self.spec, self._sizes)
+            commit_manifest(folder, step=step, parts=parts, meta=meta)
+        except (SnapshotFailed, CheckpointError) as error:
+            # The state is well, and the last snapshot is kept: the next attempt may do better.
+            self._unsaved = error
+            discard_parts(folder, parts)
+            yield event("snapshot_failed", step=step, reason=str(error), kept=self._saved)
+            return
+        self._saved, self._unsaved = step, None
         yield event("snapshot", step=step, folder=str(folder))
+        section = self.spec.snapshots
+        try:
+            keep_last(self.folder, section.keep, every=section.keep_every_steps)
+        except OSError as error:
+            text = f"an old snapshot could not be removed: {error}; remove it by hand"
+            yield event("warning", text=text)
 
     # End
 
@@ -358,11 +399,16 @@ class Controller:
         """
         self._ending = True
         yield from self._team.gather("the last update", timeout_s, self._team.updates)
+        yield from self._commit_snapshot()  # of an earlier step
         self._committed = self._team.last.step
+        yield from self._gather_snapshot()
         yield from self._commit_snapshot()
         if self.spec.snapshots.at_end and self._committed > self._saved:
             self._begin_snapshot()
+            yield from self._gather_snapshot()
             yield from self._commit_snapshot()
+            if self._unsaved is not None:
+                raise self._unsaved
 
     def _keep_what_can_be(self, timeout_s: float) -> Iterator[Event]:
         """After a failure: all state is with the optimizer actors, which may be well."""

@@ -22,7 +22,7 @@ from flatpeak.controller.dashboards.annotations import Annotator
 from flatpeak.controller.dashboards.grafana import Grafana, token_from_environment
 from flatpeak.controller.leftovers import remove_arenas
 from flatpeak.controller.metrics import serving_of
-from flatpeak.controller.resume import snapshot_to_resume
+from flatpeak.controller.resume import Resume, check_parameters, snapshot_to_resume
 from flatpeak.controller.runs import (
     Event,
     RunFolder,
@@ -41,7 +41,8 @@ from flatpeak.workers.errors import ClusterError, FlatpeakError, InputError
 from flatpeak.workers.host_memory import node_path
 from flatpeak.workers.routers import auxiliary_coefficient, check_router_logits
 from flatpeak.workers.settings import check_dispatch_budget, check_router_biases, samples_of
-from flatpeak.workers.support import check_supported
+from flatpeak.workers.snapshot import SnapshotReader
+from flatpeak.workers.support import check_supported, trained_sizes
 from flatpeak.workers.weights import open_weights
 
 _POLL_S = 0.25
@@ -49,12 +50,12 @@ _NAME_FREE_S = 10.0
 _ANSWER_S = 5.0
 
 
-def resolve(spec: Spec) -> Spec:
+def resolve(spec: Spec, resume: Resume | None = None) -> Spec:
     """The spec with its degrees as numbers, after every check that needs no Ray.
 
-    Raises the error of the first thing that cannot work: model, degrees, checkpoint, machine, data.
+    Raises the error of the first thing that cannot work: model, degrees, checkpoint, machine, data,
+    or the snapshot that is gone on from, which is of another model.
     """
-    snapshot_to_resume(spec, runs_folder(spec.runs_dir) / spec.run)
     config = checkpoint.load_config(path=spec.model.path, config=spec.model.config)
     experts, heads = checkpoint.num_experts(config), checkpoint.attention_heads(config)
     vocab_size = checkpoint.vocab_size(config)
@@ -71,7 +72,10 @@ def resolve(spec: Spec) -> Spec:
     if auxiliary_coefficient(config, resolved.train.router_aux_loss_coef):
         check_router_logits(model)
     check_dispatch_budget(resolved, model)
-    open_weights(resolved)
+    if resume is not None:
+        with SnapshotReader(resume.snapshot) as reader:
+            check_parameters(reader, trained_sizes(model))
+    open_weights(resolved, model)
     check_cluster(resolved, parameters=sum(weight.numel() for weight in model.parameters()))
     samples_of(resolved, vocab_size=vocab_size)
     serving_of(resolved.metrics)
@@ -87,15 +91,18 @@ def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
     """
     # First: what dead runs left takes the room of this one.
     sweep_stale(node_path(spec.cluster.shm_dir))
-    spec = resolve(spec)
+    resume = snapshot_to_resume(spec, runs_folder(spec.runs_dir) / spec.run)
+    spec = resolve(spec, resume)
     # Marks what this launch makes in places that it shares with others.
     token = secrets.token_hex(4)
     with ExitStack() as after, StopSignals() as signals, RunFolder.create(spec) as folder:
         marks = after.enter_context(_marks(spec))
         follower = _Follower(folder, on_event, marks)
         after.callback(follower.write_report)  # when the folder says how the run ended
+        for text in resume.warnings if resume else ():
+            follower(event("warning", text=text))
         try:
-            _drive(spec, token, follower, signals)
+            _drive(spec, token, resume, follower, signals)
         except FlatpeakError as error:
             failed = event("failed", reason=str(error))
             folder.record(failed)
@@ -112,7 +119,9 @@ def _marks(spec: Spec) -> Annotator:
     return Annotator(None if url is None else Grafana(url, token_from_environment()), spec.run)
 
 
-def _drive(spec: Spec, token: str, follower: "_Follower", signals: StopSignals) -> None:
+def _drive(
+    spec: Spec, token: str, resume: Resume | None, follower: "_Follower", signals: StopSignals
+) -> None:
     try:
         with connected(spec) as warnings:
             signals.catch()
@@ -121,7 +130,7 @@ def _drive(spec: Spec, token: str, follower: "_Follower", signals: StopSignals) 
             for warning in warnings:
                 follower(warning)
             if not signals.count:
-                _follow(spec, token, follower, signals)
+                _follow(spec, token, resume, follower, signals)
     except SystemExit:  # SIGTERM while Ray was starting: it had taken the signal over
         raise KeyboardInterrupt from None
     except ClusterError:
@@ -151,10 +160,10 @@ class _Follower:
         return "finished" in self._kinds
 
     def __call__(self, happened: Event) -> None:
-        self.folder.record(happened)
         if isinstance(happened, StepRecord):
-            self._steps.append(happened)
+            self._steps.append(happened)  # the controller has recorded it
         else:
+            self.folder.record(happened)
             self._kinds.add(happened.kind)
         self._on_event(happened)
         self._marks(happened)
@@ -200,9 +209,11 @@ class _Follower:
         )
 
 
-def _follow(spec: Spec, token: str, follower: _Follower, signals: StopSignals) -> None:
+def _follow(
+    spec: Spec, token: str, resume: Resume | None, follower: _Follower, signals: StopSignals
+) -> None:
     """Hands on the controller's events until it is done; the first signal asks it to stop."""
-    controller = _start_controller(spec, token, follower.folder)
+    controller = _start_controller(spec, token, resume, follower.folder)
     events = controller.run.options(num_returns="streaming").remote()
     answer: Any = None
     give_up = math.inf
@@ -233,7 +244,7 @@ def _follow(spec: Spec, token: str, follower: _Follower, signals: StopSignals) -
         ray.kill(controller)
 
 
-def _start_controller(spec: Spec, token: str, folder: RunFolder) -> Any:
+def _start_controller(spec: Spec, token: str, resume: Resume | None, folder: RunFolder) -> Any:
     """The run's controller; its name in the cluster keeps a second run of that name out."""
     serving = serving_of(spec.metrics)
     name = f"flatpeak-{spec.run}"
@@ -241,7 +252,8 @@ def _start_controller(spec: Spec, token: str, folder: RunFolder) -> Any:
     deadline = time.monotonic() + _NAME_FREE_S
     while True:
         try:
-            return actor.remote(spec, str(folder.path.resolve()), token, serving)
+            snapshot = None if resume is None else str(resume.snapshot.resolve())
+            return actor.remote(spec, str(folder.path.resolve()), token, serving, snapshot)
         except ActorAlreadyExistsError:
             # The one of a driver that was just killed goes within seconds.
             if time.monotonic() > deadline:

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from flatpeak.workers.arena import Arena, sweep_stale
 from flatpeak.workers.buckets import Bucket, Shard
-from flatpeak.workers.errors import ClusterError
+from flatpeak.workers.errors import ClusterError, SnapshotFailed
 from flatpeak.workers.host_memory import Room, node_path, room
 from flatpeak.workers.metrics import NODE, MetricsServer, ProcessMetrics, Serving
 from flatpeak.workers.metrics.roles import OptimizerMetrics, WorkerMetrics
@@ -269,8 +269,13 @@ class OptimizerActor(_Exporting):
         self.core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
         self._metrics.observe(self.core)
 
-    def snapshot(self, folder: str, step: int) -> SnapshotPart:
-        return write_snapshot_part(folder, self.core.arena, actor=self._index, step=step)
+    def snapshot(self, folder: str, step: int) -> SnapshotPart | SnapshotFailed:
+        """A disk that does not take it is an answer like another: the run goes on without."""
+        try:
+            return write_snapshot_part(folder, self.core.arena, actor=self._index, step=step)
+        except SnapshotFailed as error:
+            log.warning("%s", error)
+            return error
 
     def close(self) -> None:
         """Removes the arena's name; its memory goes with the last process that maps it."""

@@ -15,6 +15,7 @@ MARKED = frozenset(
         "started",
         "resumed",
         "snapshot",
+        "snapshot_failed",
         "optimizer_lost",
         "optimizer_replaced",
         "interrupted",
