@@ -309,6 +309,20 @@ def _whole(core: OptimizerCore, what: str) -> dict[str, Tensor]:
     }
 
 
+def holds_state_of(snapshot: Path, outcome: Outcome) -> bool:
+    """Whether masters and moments of the snapshot are those after the last step, to the bit."""
+    with SnapshotReader(snapshot) as reader:
+        return all(
+            torch.equal(found, wanted)
+            for name, master in outcome.parameters.items()
+            for found, wanted in zip(
+                reader.read(Range(name, 0, master.numel())),
+                (master, *(moment[name] for moment in outcome.moments)),
+                strict=True,
+            )
+        )
+
+
 @dataclass
 class Reference:
     """What one plain process finds; tensors are flat, by canonical name."""

@@ -12,7 +12,7 @@ from flatpeak.controller.cli import run_command
 from flatpeak.controller.runs import RunFolder
 from flatpeak.controller.spec import Spec
 from flatpeak.workers.arena import Arena
-from flatpeak.workers.buckets import Range, Shard, cut_buckets
+from flatpeak.workers.buckets import Shard, cut_buckets
 from flatpeak.workers.checkpoint import moe_layers
 from flatpeak.workers.optimizer import OptimizerCore
 from flatpeak.workers.plain import plain_model
@@ -25,7 +25,7 @@ from flatpeak.workers.snapshot import (
     write_snapshot_part,
 )
 from flatpeak.workers.trainer import Trainer
-from local_run import LocalRun, Outcome, job, train_locally
+from local_run import LocalRun, Outcome, holds_state_of, job, train_locally
 from ranks import run_ranks
 from saved_run import meta_model
 
@@ -108,20 +108,6 @@ def save_again(cores: list[OptimizerCore], run_folder: Path, snapshot: Path) -> 
     return folder
 
 
-def holds(snapshot: Path, outcome: Outcome) -> bool:
-    """Whether every parameter's master and moments are those in `outcome`, to the bit."""
-    with SnapshotReader(snapshot) as reader:
-        return all(
-            torch.equal(found, wanted[name])
-            for name, master in outcome.parameters.items()
-            for found, wanted in zip(
-                reader.read(Range(name, 0, master.numel())),
-                (outcome.parameters, *outcome.moments),
-                strict=True,
-            )
-        )
-
-
 def test_a_snapshot_at_expert_degree_2_has_all_experts(saved):
     run_folder, outcome = saved
     model = meta_model(job_at(FOUR_WORKERS, run_folder.parent))
@@ -149,7 +135,7 @@ def test_four_workers_state_loads_in_any_layout_and_exports_to_the_same_logits(
     assert {core.step for core in cores} == {2}
     assert {core.updates for core in cores} == {2}
     again = save_again(cores, run.path, snapshot)
-    assert holds(again, outcome)
+    assert holds_state_of(again, outcome)
 
     out = tmp_path / "exported"
     assert run_command(["export", "tiny", "--to", str(out), "--runs-dir", spec.runs_dir]) == 0
@@ -169,7 +155,7 @@ def test_experts_and_their_moments_follow_the_degree_from_2_to_1_to_4_and_back(t
         folder.mkdir()
         cores = restored(job_at(layout, folder), snapshot, folder, actors=2)
         snapshot = save_again(cores, folder, snapshot)
-        assert holds(snapshot, outcome)
+        assert holds_state_of(snapshot, outcome)
 
 
 def test_four_steps_are_two_steps_a_snapshot_and_two_steps(tmp_path):

@@ -1,6 +1,7 @@
 """Metrics of a real run, as a scraper sees them."""
 
 import json
+import signal
 import time
 import urllib.request
 from pathlib import Path
@@ -53,10 +54,16 @@ def test_every_process_of_a_run_is_listed_and_serves_what_it_did(tmp_path: Path)
             assert total > found["flatpeak_peak_window_bytes", rank, "dispatch"]
         assert found["flatpeak_updated_buckets_total", "0"] >= 1
         assert found["flatpeak_target_steps", "0"] == 500
-        worker = targets[1]["targets"][0]
+        before = {target["targets"][0] for target in targets}
         driver.kill_actor("worker-0")
-        assert driver.end().code == 4
-    for gone in (address, worker):
+        driver.wait_for(kind="workers_replaced")
+        driver.wait_for(type="step")
+        after = {target["targets"][0] for target in json.loads(get(f"http://{address}/targets"))}
+        dead = before - after
+        assert (len(dead), len(after)) == (2, 4)
+        driver.signal(signal.SIGINT)
+        assert driver.end().code == 130
+    for gone in (address, *dead):
         try:
             get(f"http://{gone}/health")
         except OSError:

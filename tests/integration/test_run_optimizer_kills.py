@@ -11,13 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from driven_run import Driver, driving, tiny_job
 from flatpeak.controller.spec import Spec
-from flatpeak.workers.buckets import Range
-from flatpeak.workers.snapshot import SnapshotReader
-from local_run import Outcome, train_locally
+from local_run import holds_state_of, train_locally
 
 KILLS = int(os.environ.get("FLATPEAK_KILLS", "4"))
 ACTORS = ("optimizer-0", "optimizer-1")
@@ -47,19 +44,6 @@ def kill_one(driver: Driver, chance: random.Random) -> float:
     driver.wait_for(kind="optimizer_replaced")
     driver.wait_for(type="step")
     return time.monotonic() - began
-
-
-def holds_state_of(snapshot: Path, outcome: Outcome) -> bool:
-    with SnapshotReader(snapshot) as reader:
-        return all(
-            torch.equal(found, wanted)
-            for name, master in outcome.parameters.items()
-            for found, wanted in zip(
-                reader.read(Range(name, 0, master.numel())),
-                (master, *(moment[name] for moment in outcome.moments)),
-                strict=True,
-            )
-        )
 
 
 def test_no_bit_of_a_run_whose_optimizer_actors_are_killed_at_random_moments_changes(tmp_path):

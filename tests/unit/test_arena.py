@@ -367,7 +367,9 @@ def test_an_arena_has_one_actor_at_a_time_and_the_next_waits_for_its_end(path):
     )
     with Arena.attach(path, run="r") as successor, Arena.attach(path, run="r") as worker:
         worker.wait_version(0, -1, timeout_s=0.0)  # who only looks need not own it
-        with pytest.raises(WaitTimeout, match=r"another process still updates .* after 0 s"):
+        with pytest.raises(
+            WaitTimeout, match=r"another process still writes to .* after 0 s, as its actor does"
+        ):
             successor.own()
         killer = threading.Timer(0.1, process.kill)
         killer.start()
@@ -375,6 +377,10 @@ def test_an_arena_has_one_actor_at_a_time_and_the_next_waits_for_its_end(path):
         killer.join()
         with pytest.raises(WaitTimeout):
             worker.own()
+        worker.own(rank=0)  # each has a place of its own
+        with pytest.raises(WaitTimeout, match="after 0 s, as worker 0 does"):
+            successor.own(rank=0)
+        successor.own(rank=1)
     kill(process)
     with Arena.attach(path, run="r") as last:
         last.own()

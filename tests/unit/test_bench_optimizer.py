@@ -31,6 +31,9 @@ def test_it_is_exact_and_compares_with_the_stream_and_the_others():
     assert report.ratios["bandwidth_fraction"] == ours["gb_per_s"] / best
     fused = report.ratios["time_vs_torch_fused"]
     assert fused == ours["seconds"] / rows["torch fused"]["seconds"]
+    narrow, cast = rows["one pass, bf16"], rows["torch fused, bf16"]
+    both_casts = report.ratios["time_vs_torch_fused_bf16_gradient"]
+    assert both_casts == narrow["seconds"] / cast["seconds"]
     assert (report.ratios["time_vs_deepspeed"] is None) == (find_spec("deepspeed") is None)
     for row in report.rows:
         assert row["seconds_max"] >= row["seconds"] >= row["seconds_min"] > 0

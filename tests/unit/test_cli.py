@@ -436,6 +436,16 @@ def test_a_peak_is_shown_in_a_unit_that_suits_it(peak, budget, text):
             "optimizer 1 replaced in 8.9 s",
         ),
         (
+            "worker_lost",
+            {"actor": "worker 1", "step": 7, "reason": "step 7: worker 1 died"},
+            "worker 1 died in step 7; all workers start anew",
+        ),
+        (
+            "workers_replaced",
+            {"generation": 2, "step": 7, "seconds": 8.93, "place_s": 5.0},
+            "workers replaced in 8.9 s",
+        ),
+        (
             "resumed",
             {"step": 4, "snapshot": "runs/a/snapshots/step-4"},
             "resumes after step 4, from runs/a/snapshots/step-4",

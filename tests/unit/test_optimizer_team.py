@@ -217,3 +217,20 @@ def test_the_death_of_an_actor_with_links_to_workers_is_final():
     with pytest.raises(RunFailed, match="optimizer 1"):
         gather(world, world.team.updates)
     assert len(world.started) == 2
+
+
+def test_the_death_of_another_is_for_who_waits_to_mend():
+    world = World()
+    world.team.others = lambda: {"worker 0", "the update on worker 0"}
+    world.team.update(UPDATE, beside={"the update on worker 0": Ref("updated", ())})
+    with pytest.raises(Died) as death:
+        gather(world, {"worker 0": Ref(None, ("step", 8))}, world.team.updates)
+    assert death.value.who == "worker 0"
+    assert len(world.started) == 2
+    world.team.update_beside({"the update on worker 0": Ref("again", ())})
+    _, answers = gather(world, world.team.updates)
+    assert answers == {
+        "the update on worker 0": "again",
+        "optimizer 0": "actor 0: update",
+        "optimizer 1": "actor 1: update",
+    }

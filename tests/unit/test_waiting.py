@@ -113,6 +113,15 @@ def test_the_death_of_a_peer_explains_the_failure_that_came_first(error):
         ask(script, "worker 0", "worker 1", "worker 2")
 
 
+def test_the_death_of_one_who_can_be_replaced_comes_before_the_failures_of_its_peers():
+    lost = raised(RuntimeError("Connection closed by peer"))
+    script = Script(("worker 0", lost), ("worker 1", Death()))
+    with pytest.raises(Died) as caught:
+        ask(script, "worker 0", "worker 1", mortal=["worker 0", "worker 1"])
+    assert caught.value.who == "worker 1"
+    assert str(caught.value.cause).startswith("step 7: worker 1 died")
+
+
 def test_a_timeout_names_those_who_did_not_answer():
     script = Script(("worker 0", 10))
     with pytest.raises(WaitTimeout) as caught:

@@ -3,7 +3,8 @@
 A step: every worker runs forward and backward and leaves its gradients in the arenas; the one
 global norm gives the clipping factor; the optimizer actors update their buckets while the workers
 already begin the next step and wait there for the weights they need. The step is committed when the
-last bucket has its new version. An optimizer actor that dies is replaced on the way.
+last bucket has its new version. A process that dies is replaced on the way: an optimizer actor
+alone, a worker with all its peers, which then do the step again.
 """
 
 import logging
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Container, Generator, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,8 @@ from flatpeak.controller.runs import Event, RunEvent, RunFolder, event
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.step_results import check_budget, larger_shapes, step_record
-from flatpeak.controller.waiting import Interrupted, collect
+from flatpeak.controller.waiting import Died, Interrupted, collect
+from flatpeak.controller.worker_group import WorkerGroup
 from flatpeak.workers.actors import log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
 from flatpeak.workers.errors import (
@@ -91,7 +94,9 @@ class Controller:
         log.info("controller, pid %d", os.getpid())
         self._stop = threading.Event()
         self._group: Any = None
-        self._workers: list[Placed] = []
+        self._device = ""
+        self._crew = WorkerGroup(start=self._start_workers, ask=self._ask)
+        self._workers = self._crew.workers
         self._optimizers: list[Placed] = []
         self._arenas = 0  # of the first so many optimizer actors
         self._team = OptimizerTeam(
@@ -101,6 +106,7 @@ class Controller:
             collect=self._collect,
             start_timeout_s=spec.cluster.start_timeout_s,
         )
+        self._team.others = lambda: self._crew.mortal
         self._committed = 0
         self._saved = 0
         self._written: tuple[int, dict[str, Any]] | None = None
@@ -134,6 +140,8 @@ class Controller:
                 yield from self._train()
             except Interrupted:
                 end = "interrupted"
+            except Died as death:
+                raise death.cause from None
             yield from self._keep_committed(self._patience_s)
             yield event(end, step=self._committed)
         except Exception as error:
@@ -151,16 +159,16 @@ class Controller:
 
     def _start(self) -> Iterator[Event]:
         spec, logs = self.spec, str(self.folder / "logs")
-        device = pick_device(spec)
+        device = self._device = pick_device(spec)
         for group in reserve_workers(spec, device):
             self._group = group
             self._look_for_stop()
-        for worker in start_workers(spec, self._group, device, logs=logs, token=self._token):
-            self._workers.append(worker)
-        nodes = self._ask(self._workers, "start of the workers", "node")
-        self._workers = [Placed(w.name, w.handle, nodes[w.name]) for w in self._workers]
-        placed = {"workers": len(nodes), "nodes": sorted(set(nodes.values()))}
-        yield event("workers_placed", device=device, **placed)
+        try:
+            self._crew.launch()
+        except Died as death:
+            yield from self._crew.replace(death, step=self._committed)
+        nodes = sorted({worker.node for worker in self._workers})
+        yield event("workers_placed", device=device, workers=len(self._workers), nodes=nodes)
         # Before the model is built, so that both start at once.
         for optimizer in start_optimizers(spec, self._workers, logs=logs, token=self._token):
             self._optimizers.append(optimizer)
@@ -168,19 +176,18 @@ class Controller:
             yield self._metrics.serve(self._serving)
             yield from self._export(self._serving, [*self._workers, *self._optimizers])
 
-        host, port = self._ask(self._workers[:1], "rendezvous", "open_rendezvous")["worker 0"]
-        self._ask(self._workers, "forming the process group", "join", host, port)
-        shards = self._ask(self._workers, "building the model", "build")
-        slabs = self._ask(self._workers, "sizing the boundaries", "slab_bytes")
+        try:
+            if not self._crew.shards:
+                self._crew.form()
+        except Died as death:
+            yield from self._crew.replace(death, step=self._committed)
         buckets = cut_buckets(
-            [shard for worker in self._workers for shard in shards[worker.name]],
+            [shard for own in self._crew.shards for shard in own],
             bucket_parameters=spec.memory.optimizer.bucket_parameters,
             actors_of_rank=lambda rank: actors_of(spec, self._workers[rank], self._optimizers),
         )
         buckets = yield from self._divide_updates(buckets, device)
-        regions = slab_regions(
-            [slabs[worker.name] for worker in self._workers], self._workers, self._optimizers
-        )
+        regions = slab_regions(self._crew.slab_bytes, self._workers, self._optimizers)
         self._ask(self._optimizers, "start of the optimizer actors", "sweep")
         planned = yield from self._fill_arenas(buckets, regions)
         yield event(
@@ -195,6 +202,11 @@ class Controller:
         """Keeps the list of who serves metrics as the actors come and go."""
         if happened.kind == "optimizer_lost":
             self._metrics.drop_target(happened.detail["actor"])
+        elif happened.kind == "worker_lost":
+            for worker in self._workers:
+                self._metrics.drop_target(worker.name)
+        elif happened.kind == "workers_replaced" and self._serving is not None:
+            yield from self._export(self._serving, self._workers)
         elif happened.kind == "optimizer_replaced" and self._serving is not None:
             who = happened.detail["actor"]
             successors = [actor for actor in self._optimizers if actor.name == who]
@@ -203,10 +215,11 @@ class Controller:
     def _export(self, serving: Serving, actors: list[Placed]) -> Iterator[Event]:
         try:
             served = self._ask(actors, "serving metrics", "serve_metrics", replace(serving, port=0))
-        except RunFailed as error:
+        except (RunFailed, Died) as error:
             # Metrics never hurt a run. Of an actor that died, others who ask it will say so.
+            reason = error.cause if isinstance(error, Died) else error
             names = ", ".join(actor.name for actor in actors)
-            yield event("warning", text=f"{error}; the run goes on without metrics of {names}")
+            yield event("warning", text=f"{reason}; the run goes on without metrics of {names}")
             return
         for actor in actors:
             self._metrics.add_target(actor.name, *served[actor.name])
@@ -266,7 +279,11 @@ class Controller:
             )
             self._arenas = index + 1
         self._collect(refs, "filling the arenas", self.spec.cluster.start_timeout_s)
-        self._attach_workers(buckets, regions)
+        self._attach = partial(self._attach_workers, buckets, regions)
+        try:
+            self._attach()
+        except Died as death:
+            yield from self._replace_workers(death)
         return planned
 
     def _attach_workers(self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]) -> None:
@@ -286,7 +303,21 @@ class Controller:
             attach[worker.name] = worker.handle.attach.remote(
                 buckets, arenas, regions[rank], servers
             )
-        self._collect(attach, "attaching to the arenas", timeout)
+        self._collect(attach, "attaching to the arenas", timeout, mortal=self._crew.mortal)
+
+    def _start_workers(self, generation: int) -> Iterator[Placed]:
+        logs, token = str(self.folder / "logs"), self._token
+        return start_workers(
+            self.spec, self._group, self._device, generation, logs=logs, token=token
+        )
+
+    def _replace_workers(self, death: Died) -> Iterator[Event]:
+        """Afterwards the workers are as before their first step, with the arenas as they are."""
+        step = self._team.last.step + 1
+        yield from self._crew.replace(death, step=step, attach=self._attach)
+        if self._on_device:
+            # What the dead had updated of the last step, their successors leave alone.
+            self._team.update_beside(self._crew.update(*self._team.last))
 
     def _arena_path(self, index: int) -> str:
         name = arena_name(self.spec.run, self._token, index)
@@ -302,12 +333,7 @@ class Controller:
         largest: dict[str, tuple[int, ...]] = {}
         for step in range(self._committed + 1, self.spec.train.steps + 1):
             began = time.perf_counter()
-            refs = {w.name: w.handle.step.remote(step) for w in self._workers}
-            yield from self._commit_snapshot()
-            # The optimizer actors are watched too: without them the workers wait in vain.
-            answers = yield from self._team.gather(
-                f"step {step}", self.spec.cluster.step_timeout_s, refs, self._team.updates
-            )
+            answers = yield from self._step(step)
             self._committed = self._team.last.step
             yield from self._gather_snapshot()
             self._results = {worker.name: answers[worker.name] for worker in self._workers}
@@ -324,15 +350,28 @@ class Controller:
         if largest:
             yield event("largest_tensors", shapes=largest)
 
+    def _step(self, step: int) -> Generator[Event, None, dict[str, Any]]:
+        """Forward and backward of `step` and the end of the update before it; the answers."""
+        while True:
+            refs = {w.name: w.handle.step.remote(step) for w in self._workers}
+            yield from self._commit_snapshot()  # the files of the one before, beside the step
+            try:
+                # The optimizer actors are watched too: without them the workers wait in vain.
+                return (
+                    yield from self._team.gather(
+                        f"step {step}", self.spec.cluster.step_timeout_s, refs, self._team.updates
+                    )
+                )
+            except Died as death:
+                yield from self._replace_workers(death)
+
     def _update(self, result: StepResult, rate: float) -> None:
         factor = None
         if result.usable:
             factor = clipping_factor(result.grad_norm, self.spec.train.max_grad_norm)
         update = Update(result.step, rate, factor)
         # In this order: the actors' answer says that the workers' updates are done as well.
-        workers = self._workers if self._on_device else []
-        beside = {f"the update on {w.name}": w.handle.update.remote(*update) for w in workers}
-        self._team.update(update, beside=beside)
+        self._team.update(update, beside=self._crew.update(*update) if self._on_device else {})
 
     # Snapshots
 
@@ -436,7 +475,8 @@ class Controller:
 
     def _ask(self, actors: list[Placed], what: str, method: str, *args: Any) -> dict[str, Any]:
         refs = {placed.name: getattr(placed.handle, method).remote(*args) for placed in actors}
-        return self._collect(refs, what, self.spec.cluster.start_timeout_s)
+        timeout, mortal = self.spec.cluster.start_timeout_s, self._crew.mortal
+        return self._collect(refs, what, timeout, mortal=mortal)
 
     def _collect(
         self,

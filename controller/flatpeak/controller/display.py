@@ -152,6 +152,10 @@ def event_line(event: RunEvent) -> str | None:
             return f"{detail['actor']} died at step {detail['step']}; another takes its place"
         case "optimizer_replaced":
             return f"{detail['actor']} replaced in {detail['seconds']:.1f} s"
+        case "worker_lost":
+            return f"{detail['actor']} died in step {detail['step']}; all workers start anew"
+        case "workers_replaced":
+            return f"workers replaced in {detail['seconds']:.1f} s"
         case "warning":
             return f"warning: {detail['text']}"
         case "interrupted":

@@ -9,7 +9,7 @@ updates that they do themselves go on.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterator, Mapping
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Set
 from typing import Any, NamedTuple, Protocol
 
 from flatpeak.controller.placement import Placed, release
@@ -49,6 +49,7 @@ class OptimizerTeam:
     `arena_path` says what it is to attach to, within `start_timeout_s`. `updates` and `parts` are
     the answers under way, by who gives them: of the last update and of the snapshot after it.
     `linked` are actors with connections that no successor can take over: their death is final.
+    `others` are no actors of the team, and whoever waits for them replaces them.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class OptimizerTeam:
         self.updates: dict[str, Any] = {}
         self.parts: dict[str, Any] = {}
         self.linked: Container[str] = ()
+        self.others: Callable[[], Set[str]] = frozenset
         self._folder = ""
         self._deaths: Counter[tuple[str, int]] = Counter()
         self._successor, self._arena_path, self._end = successor, arena_path, end
@@ -75,6 +77,11 @@ class OptimizerTeam:
         """Asks all actors for `update`; `beside` is what workers were asked to do of it."""
         self.last = update
         self.updates = {**beside} | {a.name: a.handle.update.remote(*update) for a in self.actors}
+
+    def update_beside(self, beside: Mapping[str, Any]) -> None:
+        """Puts other workers' part of the last update in the place of those that were asked."""
+        own = {actor.name for actor in self.actors}
+        self.updates = {who: ref for who, ref in self.updates.items() if who in own} | {**beside}
 
     def snapshot(self, folder: str) -> None:
         """Asks all actors to write their state after the last update into `folder`."""
@@ -88,16 +95,19 @@ class OptimizerTeam:
         """The answers of all that is `pending`, of which `updates` and `parts` may be some.
 
         For an actor that dies, the answers of its successor count. Raises what `collect` raises,
-        and `RunFailed` when one dies again and again.
+        `Died` for one of `others`, and `RunFailed` when an actor dies again and again.
         """
         answers: dict[str, Any] = {}
-        mortal = {actor.name for actor in self.actors if actor.name not in self.linked}
+        others = self.others()
+        mortal = {actor.name for actor in self.actors if actor.name not in self.linked} | others
         while waiting := {
             who: ref for refs in pending for who, ref in refs.items() if who not in answers
         }:
             try:
                 answers |= self._collect(waiting, what, timeout_s, mortal=mortal)
             except Died as death:
+                if death.who in others:
+                    raise
                 answers |= death.answers
                 yield from self._replace(death)
         return answers

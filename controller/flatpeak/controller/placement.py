@@ -96,15 +96,15 @@ def reserve_workers(spec: Spec, device: str) -> Iterator[PlacementGroup]:
 
 
 def start_workers(
-    spec: Spec, group: PlacementGroup, device: str, *, logs: str, token: str
+    spec: Spec, group: PlacementGroup, device: str, generation: int, *, logs: str, token: str
 ) -> Iterator[Placed]:
-    """The workers one by one; their nodes are not known yet."""
+    """The workers of a generation one by one; their nodes are not known yet."""
     actor = ray.remote(TrainWorker)
     # A rank whose gloo listens on a public address would be open to the network for nothing.
     local = {"GLOO_SOCKET_IFNAME": "lo"} if spec.cluster.address == "local" else {}
     for rank in range(spec.cluster.workers):
         handle = actor.options(
-            name=f"flatpeak-{spec.run}-{token}-worker-{rank}",
+            name=f"flatpeak-{spec.run}-{token}-{generation}-worker-{rank}",
             num_cpus=spec.cluster.cpus_per_worker,
             num_gpus=1 if device == "cuda" else 0,
             max_restarts=0,
@@ -112,7 +112,7 @@ def start_workers(
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=rank
             ),
-        ).remote(spec, rank, device, logs)
+        ).remote(spec, rank, device, logs, generation)
         yield Placed(f"worker {rank}", handle, node="")
 
 

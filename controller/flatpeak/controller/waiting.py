@@ -76,12 +76,12 @@ def collect(
             try:
                 results[names[ref]] = answers.get(ref)
             except RayError as error:
-                if names[ref] in mortal and isinstance(error, _DEATHS):
-                    cause = describe(error, names[ref], what, last_seen)
-                    raise Died(names[ref], cause, results) from None
                 others = [other for other in ready if other is not ref] + waiting
                 failed, cause = _root_cause(ref, error, others, answers)
-                raise describe(cause, names[failed], what, last_seen) from None
+                described = describe(cause, names[failed], what, last_seen)
+                if names[failed] in mortal and isinstance(cause, _DEATHS):
+                    raise Died(names[failed], described, results) from None
+                raise described from None
     return results
 
 
@@ -128,7 +128,7 @@ def _root_cause(
         for other in ready:
             try:
                 answers.get(other)
-            except RayActorError as death:
+            except _DEATHS as death:
                 return other, death
             except RayError:
                 continue

@@ -57,6 +57,7 @@ def _host(spec: "Spec") -> str:
 
 
 def _sweep(spec: "Spec") -> None:
+    """Removes what dead runs left, before any arena of this run is in the making."""
     for path in sweep_stale(node_path(spec.cluster.shm_dir)):
         log.info("removed %s, which a dead run had left", path)
 
@@ -82,13 +83,15 @@ class _Exporting:
 
 
 class TrainWorker(_Exporting):
-    """One rank: a `Trainer` and its place in the process group."""
+    """One rank: a `Trainer` and its place in the process group of its generation."""
 
-    def __init__(self, spec: "Spec", rank: int, device: str, logs: str) -> None:
+    def __init__(
+        self, spec: "Spec", rank: int, device: str, logs: str, generation: int = 0
+    ) -> None:
         log_to(logs, f"worker-{rank}")
-        log.info("rank %d on %s, pid %d", rank, device, os.getpid())
-        # Here, because no arena of this run is in the making yet, and this node has a worker.
-        _sweep(spec)
+        log.info("rank %d on %s, generation %d, pid %d", rank, device, generation, os.getpid())
+        if generation == 0:
+            _sweep(spec)  # later the run has arenas, which nobody may hold at the moment
         torch.set_num_threads(spec.cluster.cpus_per_worker)
         self._spec, self._rank = spec, rank
         # Ray shows a worker its own GPU alone.
@@ -196,7 +199,7 @@ class OptimizerActor(_Exporting):
         self._metrics: OptimizerMetrics = OptimizerMetrics(spec, index)
 
     def sweep(self) -> None:
-        """Removes what dead runs left here, before any actor of this run makes its arena."""
+        """As workers do; this node may have none."""
         _sweep(self._spec)
 
     def create(

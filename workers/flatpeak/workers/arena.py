@@ -55,8 +55,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _POLL_S = (20e-6, 1e-3)
 # Fewer elements than torch splits over threads: a sum over a block does not depend on them.
 _SUM_BLOCK = 16384
-# struct flock: the first byte of the file, for the open file rather than the process.
-_OWNER = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+# struct flock, for the open file rather than the process.
+_LOCK = struct.Struct("hhqqi4x")
 
 
 @dataclass(frozen=True)
@@ -231,21 +231,25 @@ class Arena:
             file.close()
             raise
 
-    def own(self, *, timeout_s: float = 0.0) -> None:
-        """Be the arena's actor until the process ends or the arena is closed.
+    def own(self, *, rank: int | None = None, timeout_s: float = 0.0) -> None:
+        """Be the arena's actor, or its worker `rank`, until the process ends or it is closed.
 
-        A predecessor that was given up may still be in the middle of an update: waits until the
-        kernel says that it has ended. Raises `WaitTimeout`.
+        A predecessor that was given up may still be in the middle of an update, or of a gradient:
+        waits until the kernel says that it has ended. Raises `WaitTimeout`.
         """
+        # A byte of the file for each who may write: the actor, then the ranks.
+        seat = 0 if rank is None else 1 + rank
+        lock = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, seat, 1, 0)
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _OWNER)
+                fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, lock)
                 return
             except (BlockingIOError, PermissionError):
                 if time.monotonic() >= deadline:
                     raise WaitTimeout(
-                        f"another process still updates {self.path} after {timeout_s:g} s; end it"
+                        f"another process still writes to {self.path} after {timeout_s:g} s, as "
+                        f"{'its actor' if rank is None else f'worker {rank}'} does; end it"
                     ) from None
             time.sleep(_POLL_S[1])
 

@@ -173,6 +173,8 @@ class Trainer:
             for actor, path in arenas.items()
             if actor in actors
         }
+        for arena in mapped.values():
+            arena.own(rank=self.rank, timeout_s=self.spec.cluster.peer_timeout_s)
         boundaries = self._own_arena(slab) if slab.actor is None else mapped[slab.actor]
         if self.device.type == "cuda":
             for arena in {*mapped.values(), boundaries}:

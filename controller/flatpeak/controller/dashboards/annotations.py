@@ -18,6 +18,8 @@ MARKED = frozenset(
         "snapshot_failed",
         "optimizer_lost",
         "optimizer_replaced",
+        "worker_lost",
+        "workers_replaced",
         "interrupted",
         "failed",
         "finished",

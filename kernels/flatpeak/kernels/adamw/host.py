@@ -38,7 +38,7 @@ def compiled() -> Callable[..., None] | None:
     The first call takes seconds where the compiler has to run, and logs the reason of a None.
     """
     try:
-        update = _bind(load_library(SOURCE))
+        update = bind(load_library(SOURCE))
     except CannotBuild as error:
         log.warning("AdamW runs in plain torch, which takes several times as long: %s", error)
         return None
@@ -51,7 +51,8 @@ def compiled() -> Callable[..., None] | None:
     return update
 
 
-def _bind(library: CDLL) -> Callable[..., None]:
+def bind(library: CDLL) -> Callable[..., None]:
+    """The library's pass under the arguments of `reference.adamw`."""
     function = library.flatpeak_adamw
     function.restype = None
     function.argtypes = [
