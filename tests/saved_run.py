@@ -51,9 +51,9 @@ class SavedRun:
         ]
         buckets = cut_buckets(shards, bucket_parameters=3000, actors_of_rank=lambda rank: [0])
         path = self.folder.path / "saved.arena"
-        self._arena = Arena.create(path, run=spec.run, buckets=buckets, spare_frames=1)
-        self._arena.unlink()
-        self.core = OptimizerCore(self._arena, adamw_of(spec))
+        self.arena = Arena.create(path, run=spec.run, buckets=buckets, spare_frames=1)
+        self.arena.unlink()
+        self.core = OptimizerCore(self.arena, adamw_of(spec))
         weights = open_weights(spec, self.model)
         for bucket in buckets:
             for held in bucket.ranges:
@@ -62,17 +62,17 @@ class SavedRun:
 
     def update(self) -> None:
         step = self.core.step + 1
-        for bucket in self._arena.buckets:
+        for bucket in self.arena.buckets:
             values = [
                 gradient(step, r.name, self.sizes[r.name])[r.start : r.stop] for r in bucket.ranges
             ]
-            self._arena.gradient(bucket.index).copy_(torch.cat(values))
+            self.arena.gradient(bucket.index).copy_(torch.cat(values))
         self.core.update(step, lr=LR, clip_factor=1.0)
 
     def save(self) -> Path:
         step = self.core.step
         folder = snapshot_folder(self.folder.path, step)
-        part = write_snapshot_part(folder, self._arena, actor=0, step=step)
+        part = write_snapshot_part(folder, self.arena, actor=0, step=step)
         meta = snapshot_meta(self.spec, self.sizes)
         commit_manifest(folder, step=step, parts=[part], meta=meta)
         return folder
