@@ -195,7 +195,7 @@ class LocalRun:
         buckets = cut_buckets(
             [shard for own, _ in shards for shard in own],
             bucket_parameters=spec.memory.optimizer.bucket_parameters,
-            actors_of_rank=lambda rank: [0],
+            arenas_of_rank=lambda rank: [0],
         )
         if spec.memory.optimizer.update_on == "device":
             buckets = assign_updates(buckets, range(len(buckets)))
@@ -241,7 +241,7 @@ class LocalRun:
         if self.core is None:
             return
         folder = snapshot_folder(run_folder, self.step)
-        part = write_snapshot_part(folder, self.core.arena, actor=0, step=self.step)
+        part = write_snapshot_part(folder, self.core.arenas[0], 0, self.step)
         held = (held for bucket in self.core.buckets for held in bucket.ranges)
         meta = snapshot_meta(self.spec, parameter_sizes(held))
         commit_manifest(folder, step=self.step, parts=[part], meta=meta)
@@ -251,7 +251,7 @@ class LocalRun:
             self.outcome.parameters = _whole(self.core, "master")
             self.outcome.moments = _whole(self.core, "exp_avg"), _whole(self.core, "exp_avg_sq")
             self.outcome.skipped_steps = self.core.counters.skipped_steps
-            self.core.arena.unlink()
+            self.core.arenas[0].unlink()
         return self.outcome
 
 
@@ -265,7 +265,7 @@ def _make_core(
         spare_frames=spec.memory.optimizer.slots,
         slab_bytes=slab_bytes,
     )
-    core = OptimizerCore(arena, adamw_of(spec))
+    core = OptimizerCore([arena], adamw_of(spec))
     if isinstance(after, Path):
         with SnapshotReader(after) as reader:
             restore(core, reader)
@@ -298,8 +298,8 @@ def _keep_gradients(core: OptimizerCore, outcome: Outcome) -> None:
 def _whole(core: OptimizerCore, what: str) -> dict[str, Tensor]:
     """Every global parameter, put together from the ranges of all buckets."""
     pieces: dict[str, list[tuple[Range, Tensor]]] = {}
-    for bucket in core.arena.buckets:
-        values, offset = getattr(core.arena, what)(bucket.index), 0
+    for bucket in core.arenas[0].buckets:
+        values, offset = getattr(core.arenas[0], what)(bucket.index), 0
         for held in bucket.ranges:
             pieces.setdefault(held.name, []).append((held, values[offset : offset + held.size]))
             offset += held.size

@@ -97,7 +97,7 @@ class Rig:
 def cut(parameters: int, bucket: int) -> tuple[Bucket, ...]:
     """One parameter of bf16 weights, in buckets that are updated on the device."""
     shard = Shard(Range("p", 0, parameters), 0, "bfloat16", True)
-    buckets = cut_buckets([shard], bucket_parameters=bucket, actors_of_rank=lambda rank: [0])
+    buckets = cut_buckets([shard], bucket_parameters=bucket, arenas_of_rank=lambda rank: [0])
     return assign_updates(buckets, range(len(buckets)))
 
 

@@ -53,7 +53,7 @@ class SavedRun:
         path = self.folder.path / "saved.arena"
         self.arena = Arena.create(path, run=spec.run, buckets=buckets, spare_frames=1)
         self.arena.unlink()
-        self.core = OptimizerCore(self.arena, adamw_of(spec))
+        self.core = OptimizerCore([self.arena], adamw_of(spec))
         weights = open_weights(spec, self.model)
         for bucket in buckets:
             for held in bucket.ranges:
@@ -72,7 +72,7 @@ class SavedRun:
     def save(self) -> Path:
         step = self.core.step
         folder = snapshot_folder(self.folder.path, step)
-        part = write_snapshot_part(folder, self.arena, actor=0, step=step)
+        part = write_snapshot_part(folder, self.arena, 0, step)
         meta = snapshot_meta(self.spec, self.sizes)
         commit_manifest(folder, step=step, parts=[part], meta=meta)
         return folder

@@ -142,7 +142,7 @@ def ratios(rows: list[dict]) -> dict[str, float | None]:
 def make_arena(config: dict) -> Arena:
     shards = [Shard(Range("p", 0, config["parameters"]), 0, "bfloat16", True)]
     buckets = cut_buckets(
-        shards, bucket_parameters=config["bucket"], actors_of_rank=lambda rank: [0]
+        shards, bucket_parameters=config["bucket"], arenas_of_rank=lambda rank: [0]
     )
     shared = Path("/dev/shm")
     folder = shared if shared.is_dir() else Path(tempfile.gettempdir())
@@ -316,7 +316,7 @@ def error(side: Side, arena: Arena) -> float:
     """
     assert side.state is not None, f"{side.name} updates nothing"
     if side.ours:
-        core = OptimizerCore(arena, SETTINGS)
+        core = OptimizerCore([arena], SETTINGS)
         for bucket in arena.buckets:
             for moment in arena.frame(bucket.index).state[1:]:
                 moment.zero_()

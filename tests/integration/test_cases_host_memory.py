@@ -42,7 +42,7 @@ def _measure(rank: int, spec: Spec, folder: str) -> dict[str, int]:
     (planned,) = plan_arenas(
         run.core.buckets,
         [SlabRegion(0, 0, run.trainer.slab_bytes())],
-        actors=1,
+        arenas=1,
         spare_frames=spec.memory.optimizer.slots,
     )
     alive = {}
@@ -50,7 +50,7 @@ def _measure(rank: int, spec: Spec, folder: str) -> dict[str, int]:
         run.forward_and_backward()
         alive = run.trainer._meter.live() if run.trainer._meter else {}
         run.apply()
-    file = run.core.arena.path.stat()
+    file = run.core.arenas[0].path.stat()
     found = {
         "planned": planned.nbytes,
         "file": file.st_size,

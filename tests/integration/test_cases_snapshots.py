@@ -91,7 +91,7 @@ def restored(spec: Spec, snapshot: Path, folder: Path, *, actors: int) -> list[O
             own = [bucket for bucket in buckets if bucket.actor == actor]
             path = folder / f"{actor}.arena"
             arena = Arena.create(path, run=spec.run, buckets=own, spare_frames=1)
-            cores.append(OptimizerCore(arena, adamw_of(spec)))
+            cores.append(OptimizerCore([arena], adamw_of(spec)))
             restore(cores[-1], reader)
     return cores
 
@@ -101,8 +101,7 @@ def save_again(cores: list[OptimizerCore], run_folder: Path, snapshot: Path) -> 
         step, meta = reader.step, reader.meta
     folder = snapshot_folder(run_folder, step)
     parts = [
-        write_snapshot_part(folder, core.arena, actor=actor, step=step)
-        for actor, core in enumerate(cores)
+        write_snapshot_part(folder, core.arenas[0], actor, step) for actor, core in enumerate(cores)
     ]
     commit_manifest(folder, step=step, parts=parts, meta=meta)
     return folder

@@ -30,7 +30,7 @@ import torch
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.optimizer import AdamW, OptimizerCore
 torch.set_num_threads(1)
-core = OptimizerCore(Arena.attach(sys.argv[1], run="r"), {SETTINGS!r})
+core = OptimizerCore([Arena.attach(sys.argv[1], run="r")], {SETTINGS!r})
 print(core.step, flush=True)
 for line in sys.stdin:
     step, lr, factor = line.split()
@@ -83,9 +83,9 @@ def gradient(step: int) -> Tensor:
 
 def make_arena(folder: Path, dtype: str) -> Arena:
     shards = [Shard(Range("p", 0, SIZE), 0, dtype, True)]
-    buckets = cut_buckets(shards, bucket_parameters=15_000, actors_of_rank=lambda rank: [0])
+    buckets = cut_buckets(shards, bucket_parameters=15_000, arenas_of_rank=lambda rank: [0])
     arena = Arena.create(folder / "0.arena", run="r", buckets=buckets, spare_frames=2)
-    core = OptimizerCore(arena, SETTINGS)
+    core = OptimizerCore([arena], SETTINGS)
     core.load(Range("p", 0, SIZE), torch.randn(SIZE, generator=torch.Generator().manual_seed(0)))
     core.commit_load(0)
     return arena
@@ -111,7 +111,7 @@ def all_of(arena: Arena, bucket: Bucket) -> list[Tensor]:
 def undisturbed(folder: Path, dtype: str) -> list[Tensor]:
     folder.mkdir()
     with make_arena(folder, dtype) as arena:
-        stream, core = GradientStream(arena.buckets, {0: arena}), OptimizerCore(arena, SETTINGS)
+        stream, core = GradientStream(arena.buckets, {0: arena}), OptimizerCore([arena], SETTINGS)
         for step in range(1, STEPS + 1):
             core.update(step, lr=rate(step), clip_factor=write(stream, step))
         assert core.counters.skipped_steps == 1

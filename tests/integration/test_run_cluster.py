@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -189,6 +190,100 @@ def test_a_stop_while_an_optimizer_actor_is_replaced_keeps_what_was_committed(tm
         assert nothing_left(driver)
     assert "Traceback" not in ended.err
     assert check_stopped(ended, driver, tmp_path) == ended.steps()[-1]["step"]
+
+
+def scale(driver: Driver, optimizers: int) -> tuple[int, dict[str, Any]]:
+    """Exit code and answer of `flatpeak scale --json`."""
+    spec = driver.spec
+    arguments = ("scale", spec.run, "--optimizers", str(optimizers), "--runs-dir", spec.runs_dir)
+    done = flatpeak(*arguments, "--json", folder=driver.folder)
+    return done.returncode, json.loads(done.stdout)
+
+
+def refused_scale(driver: Driver, optimizers: int) -> str:
+    code, answer = scale(driver, optimizers)
+    assert code == answer["error"]["exit_code"] == 2
+    return answer["error"]["message"]
+
+
+def arena_files(job: Spec) -> set[tuple[str, int]]:
+    return {(path.name, path.stat().st_ino) for path in Path(job.cluster.shm_dir).iterdir()}
+
+
+def steps_around(steps: list[dict[str, Any]], resize: dict[str, Any]) -> tuple[float, float]:
+    """Seconds of the step that a resize fell into, and the median of five on both sides."""
+    at = resize["step"]  # the last one before: counted from 1, so the place of the next
+    seconds = [step["step_seconds"] for step in steps]
+    return seconds[at], median(seconds[max(0, at - 5) : at] + seconds[at + 1 : at + 6])
+
+
+def test_optimizer_actors_become_more_and_fewer_and_no_bit_of_the_run_changes(tmp_path, cluster):
+    job = tiny_job(
+        tmp_path,
+        train=LONG,
+        cluster=cluster | {"workers": 2, "max_optimizers": 5},
+        parallel={"sequence": 1, "expert": 2, "vocabulary": 2},
+        memory={"optimizer": {"bucket_parameters": 150}},
+        snapshots={"every_steps": 2},
+    )
+    with driving(job, tmp_path) as driver:
+        driver.wait_for(step=6)
+        files = arena_files(job)
+        assert "0 optimizer actors cannot be had, but 1 (" in (none := refused_scale(driver, 0))
+        assert "free CPUs in the cluster: 3, of which 3 on the nodes with workers" in none
+        assert "6 optimizer actors cannot be had, but 1 (" in refused_scale(driver, 6)
+        assert "need 4 more CPUs on node" in (many := refused_scale(driver, 5))
+        assert "which has 3 free; free CPUs in the cluster: 3" in many
+
+        code, more = scale(driver, 3)
+        assert (code, more["before"], more["after"], more["copied_bytes"]) == (0, 1, 3, 0)
+        assert more["joined"] == ["optimizer 1", "optimizer 2"]
+        driver.wait_for(step=more["step"] + 8)
+        held = more["state_bytes"]  # one of five arenas each, or two
+        driver.kill_actor(max(held, key=lambda who: held[who]).replace(" ", "-"))
+        driver.wait_for(kind="optimizer_replaced")
+        driver.wait_for(type="step")
+
+        code, fewer = scale(driver, 2)
+        assert (code, fewer["before"], fewer["after"], fewer["copied_bytes"]) == (0, 3, 2, 0)
+        assert fewer["left"] == ["optimizer 2"]
+        assert fewer["arenas"] == round(5 * held["optimizer 2"] / sum(held.values()))
+        driver.wait_for(step=fewer["step"] + 8)
+        assert arena_files(job) == files
+        driver.signal(signal.SIGINT)
+        ended = driver.end()
+        assert nothing_left(driver)
+    assert ended.code == 130
+    assert "Traceback" not in ended.err
+    done = ended.steps()
+
+    last = len(done) + 2
+    fewest = {"optimizers": 1, "max_optimizers": None}
+    with driving(
+        changed(job, train={"steps": last}, cluster=fewest), tmp_path, "--resume"
+    ) as driver:
+        resumed = driver.end()
+        assert nothing_left(driver)
+    assert (resumed.code, resumed.err) == (0, "")
+
+    wanted = train_locally(changed(job, train={"steps": last}), tmp_path)
+    steps = done + resumed.steps()
+    assert [step["loss"] for step in steps] == wanted.losses
+    assert [step["grad_norm"] for step in steps] == wanted.norms
+
+    loads = [more["state_bytes"].values(), fewer["state_bytes"].values()]
+    assert [max(held) <= 2.1 * min(held) for held in loads] == [True, True]
+    refusals = [event for event in ended.out if event.get("kind") == "scaling_refused"]
+    assert len(refusals) == 3
+    for resize in (more, fewer):
+        at, usual = steps_around(done, resize)
+        print(
+            f"{resize['before']} to {resize['after']}: started in {resize['start_seconds']:.2f} s, "
+            f"handed over {resize['arenas']} arenas of {resize['arena_bytes']:,} bytes in "
+            f"{resize['seconds'] * 1e3:.1f} ms; that step took {at:.3f} s, others {usual:.3f} s"
+        )
+        # Twice as long as others would be; a machine that others use too gets some patience.
+        assert at < 2 * usual + 0.2 * load()
 
 
 def test_arenas_that_do_not_fit_together_are_refused_before_any_is_made(tmp_path, cluster):

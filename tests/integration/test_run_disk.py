@@ -75,7 +75,7 @@ def test_a_run_goes_on_while_the_disk_is_full_and_sigterm_leaves_a_snapshot(tmp_
             ended = driver.end()
             assert driver.left() == []
         assert ended.code == 130
-        assert f"step-{failure['step']}/actor-0-" in failure["reason"]
+        assert f"step-{failure['step']}/arena-0-" in failure["reason"]
         assert "No space left on device" in failure["reason"]
         last = driver.run.steps()[-1].step
         assert last > saved > failure["step"] > failure["kept"]

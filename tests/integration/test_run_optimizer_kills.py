@@ -23,11 +23,11 @@ pytestmark = pytest.mark.timeout(300 + 60 * KILLS)
 
 
 def job_of(folder: Path, steps: int) -> Spec:
-    """Small buckets, so that an update takes a good part of a step."""
+    """Small buckets, so that an update takes a good part of a step; several arenas an actor."""
     return tiny_job(
         folder,
         train={"steps": steps, "schedule": {"decay": "linear", "decay_steps": 200}},
-        cluster={"optimizers": 2},
+        cluster={"optimizers": 2, "max_optimizers": 5},
         parallel={"sequence": 1, "expert": 1, "vocabulary": 1},
         memory={"optimizer": {"bucket_parameters": 150}},
         snapshots={"every_steps": 2},

@@ -26,7 +26,7 @@ BUCKETS = (bucket(3, 100), bucket(5, 77, "float32"), bucket(6, 10))
 
 @pytest.fixture
 def path(tmp_path):
-    return tmp_path / "actor-4.arena"
+    return tmp_path / "4.arena"
 
 
 @pytest.fixture
@@ -196,11 +196,11 @@ def test_waiting_ends_with_the_version(arena, path):
     assert arena.version(6) == 7
 
 
-def test_a_wait_in_vain_names_bucket_actor_path_and_versions(arena, path):
+def test_a_wait_in_vain_names_bucket_arena_path_and_versions(arena, path):
     arena.advance(6, 2)
     with pytest.raises(WaitTimeout) as caught:
         arena.wait_version(6, 3, timeout_s=0.01)
-    for part in ("bucket 6", "actor 4", "version 3", "holds 2", str(path)):
+    for part in ("bucket 6", "arena 4", "version 3", "holds 2", str(path)):
         assert part in str(caught.value)
 
 

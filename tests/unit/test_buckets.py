@@ -37,7 +37,7 @@ def shard_lists(draw):
 
 def cut(shards, bucket_parameters, actors=2):
     return cut_buckets(
-        shards, bucket_parameters=bucket_parameters, actors_of_rank=lambda rank: range(actors)
+        shards, bucket_parameters=bucket_parameters, arenas_of_rank=lambda rank: range(actors)
     )
 
 
@@ -67,7 +67,7 @@ def test_every_element_lies_in_one_bucket_of_its_own_kind(shards, limit, actors)
 @given(shard_lists(), st.integers(1, 50), st.integers(1, 4))
 def test_actors_carry_equal_loads_to_one_bucket(shards, limit, actors):
     buckets = cut(shards, limit, actors)
-    load = [sum(b.size for b in buckets if b.actor == actor) for actor in range(actors)]
+    load = [sum(b.size for b in buckets if b.arena == actor) for actor in range(actors)]
     assert max(load) - min(load) <= max((b.size for b in buckets), default=0)
 
 
@@ -111,7 +111,7 @@ def test_buckets_of_all_ranks_are_interleaved_by_place_in_the_forward():
         for layer in range(3)
     ]
     buckets = cut(shards, 4, actors=2)
-    assert [(b.ranges[0].name, b.rank, b.actor) for b in buckets] == [
+    assert [(b.ranges[0].name, b.rank, b.arena) for b in buckets] == [
         (f"layer{layer}", rank, rank) for layer in range(3) for rank in range(2)
     ]
 
@@ -122,13 +122,13 @@ def test_a_change_of_actors_moves_buckets_and_never_cuts_them_anew():
     assert [(b.index, b.rank, b.ranges) for b in one] == [
         (b.index, b.rank, b.ranges) for b in three
     ]
-    assert {b.actor for b in three} == {0, 1, 2}
+    assert {b.arena for b in three} == {0, 1, 2}
 
 
 def test_only_the_actors_of_a_rank_hold_its_buckets():
     shards = [Shard(Range(f"p{n}", 0, 9), n % 2, "float32", True) for n in range(6)]
-    buckets = cut_buckets(shards, bucket_parameters=4, actors_of_rank=lambda rank: [rank + 5])
-    assert all(bucket.actor == bucket.rank + 5 for bucket in buckets)
+    buckets = cut_buckets(shards, bucket_parameters=4, arenas_of_rank=lambda rank: [rank + 5])
+    assert all(bucket.arena == bucket.rank + 5 for bucket in buckets)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_only_the_actors_of_a_rank_hold_its_buckets():
 )
 def test_what_cannot_work_is_refused_by_name(shard, limit, actors, message):
     with pytest.raises(InputError, match=message):
-        cut_buckets([shard], bucket_parameters=limit, actors_of_rank=lambda rank: actors)
+        cut_buckets([shard], bucket_parameters=limit, arenas_of_rank=lambda rank: actors)
 
 
 def test_two_shards_may_not_share_an_element():

@@ -57,8 +57,8 @@ class Team:
             return answer
         step = self.last.step
         if step in self.fails:
-            return SnapshotFailed("no space left")
-        return write_snapshot_part(answer, self.run.arena, 0, step)
+            return [SnapshotFailed("no space left")]
+        return [write_snapshot_part(answer, self.run.arena, 0, step)]
 
 
 def result(step: int) -> StepResult:
@@ -100,7 +100,7 @@ def controller_of(
     controller = Controller(spec, str(run.folder.path), "token", None, None)
     worker = SimpleNamespace(step=SimpleNamespace(remote=result))
     controller._workers.append(Placed("worker 0", worker, "node"))
-    controller._sizes = run.sizes
+    controller._sizes, controller._arenas = run.sizes, (None,)  # pyright: ignore[reportAttributeAccessIssue]
     controller._team = team = Team(run, fails)  # pyright: ignore[reportAttributeAccessIssue]
     return controller, team
 

@@ -41,14 +41,14 @@ class Rig:
             actor: Arena.create(
                 folder / f"{name}-{actor}.arena",
                 run="r",
-                buckets=[b for b in self.buckets if b.actor == actor],
+                buckets=[b for b in self.buckets if b.arena == actor],
                 spare_frames=slots,
             )
             for actor in (0, 1)
         }
-        self.cores = [OptimizerCore(arena, SETTINGS) for arena in self.arenas.values()]
+        self.cores = [OptimizerCore([arena], SETTINGS) for arena in self.arenas.values()]
         for n, b in enumerate(self.buckets):
-            self.arenas[b.actor].gradient(n).copy_(seeded(n, b.size))
+            self.arenas[b.arena].gradient(n).copy_(seeded(n, b.size))
         for core in self.cores:
             core.load_gradients()
             core.commit_load(0)
@@ -70,13 +70,13 @@ class Rig:
     def write(self, step, scale=1.0):
         for b in self.buckets:
             gradient = seeded(100 * step + b.index, b.size, scale)
-            self.arenas[b.actor].gradient(b.index).copy_(gradient)
+            self.arenas[b.arena].gradient(b.index).copy_(gradient)
 
     def state(self):
         """Everything that counts, with the versions."""
         found = []
         for b in self.buckets:
-            arena = self.arenas[b.actor]
+            arena = self.arenas[b.arena]
             frame = arena.frame(b.index)
             found += [part.clone() for part in (*frame.state, frame.weights)]
             found.append(torch.tensor([arena.version(b.index), arena.updates(b.index)]))
@@ -86,7 +86,7 @@ class Rig:
         """What others do to a bucket once its version has moved on: its gradient and its former
         frame are theirs."""
         for b in self.buckets:
-            arena = self.arenas[b.actor]
+            arena = self.arenas[b.arena]
             if arena.version(b.index) == self.step:
                 arena.gradient(b.index).fill_(math.nan)
             for number in arena._free_frames(arena._layout.class_of[b.index]):
@@ -125,7 +125,7 @@ def test_it_leaves_the_bits_of_the_host_in_arena_and_model(tmp_path, dtype):
 
 def check_targets(rig):
     for b in rig.buckets:
-        weights, offset = rig.arenas[b.actor].weights(b.index), 0
+        weights, offset = rig.arenas[b.arena].weights(b.index), 0
         for held in b.ranges:
             target = rig.targets[held.name]
             inside = target.weights[held.start - target.start : held.stop - target.start]
@@ -187,7 +187,7 @@ def test_a_version_is_never_seen_before_its_frame_is_whole(tmp_path):
 
     def look():
         for b in rig.buckets:
-            arena = rig.arenas[b.actor]
+            arena = rig.arenas[b.arena]
             if arena.version(b.index) == 1:
                 seen.add(b.index)
                 assert torch.equal(arena.master(b.index), wanted[5 * b.index])
@@ -220,7 +220,7 @@ def test_half_a_step_is_finished_by_a_replacement(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         updater(Dies()).update(1, lr=1e-2, clip_factor=1.0)
-    versions = [rig.arenas[b.actor].version(b.index) for b in rig.buckets]
+    versions = [rig.arenas[b.arena].version(b.index) for b in rig.buckets]
     assert set(versions) == {0, 1}
     updater(Synchronous()).update(1, lr=1e-2, clip_factor=1.0)
     assert all(map(torch.equal, rig.state(), on_host(tmp_path, "bfloat16", (1.0,))[0]))
@@ -232,7 +232,7 @@ def test_in_a_thread_it_does_the_same_and_its_failure_reaches_who_waits(tmp_path
         rig.write(step)
         rig.device.start(step, lr=1e-2 / step, clip_factor=STEPS[step - 1])
         for b in rig.buckets:
-            rig.arenas[b.actor].wait_version(b.index, step, timeout_s=10)
+            rig.arenas[b.arena].wait_version(b.index, step, timeout_s=10)
         assert all(map(torch.equal, rig.state(), wanted))
     rig.device.start(len(STEPS) + 2, lr=1e-2, clip_factor=1.0)
     with pytest.raises(RunFailed, match=r"step 6 was asked of bucket 0 .* holds version 4"):
@@ -285,7 +285,7 @@ def test_host_and_device_share_an_arena_and_a_step(tmp_path):
         for n, ranges in enumerate(CUTS)
     ]
     arena = Arena.create(path, run="r", buckets=sides, spare_frames=1)
-    core = OptimizerCore(arena, SETTINGS)
+    core = OptimizerCore([arena], SETTINGS)
     for b in sides:
         arena.gradient(b.index).copy_(seeded(b.index, b.size))
     core.load_gradients()

@@ -26,7 +26,7 @@ REGIONS = [SlabRegion(0, 0, 5000), SlabRegion(1, 0, 100), SlabRegion(0, 8192, 50
 
 
 def test_each_arena_is_as_large_as_planned_and_nodes_add_them_up(tmp_path):
-    arenas = plan_arenas(BUCKETS, REGIONS, actors=4, spare_frames=2)
+    arenas = plan_arenas(BUCKETS, REGIONS, arenas=4, spare_frames=2)
     assert [[b.index for b in arena.buckets] for arena in arenas] == [[0, 2], [1], [3], []]
     assert [arena.slab_bytes for arena in arenas] == [13192, 100, 0, 0]
     for index, planned in enumerate(arenas):
@@ -39,7 +39,7 @@ def test_each_arena_is_as_large_as_planned_and_nodes_add_them_up(tmp_path):
         ) as arena:
             assert arena.path.stat().st_size == planned.nbytes
     sizes = [arena.nbytes for arena in arenas]
-    assert planned_host_bytes(arenas, ACTORS) == {"a": sizes[0] + sizes[2], "b": sum(sizes[1::2])}
+    assert planned_host_bytes(arenas, "abab") == {"a": sizes[0] + sizes[2], "b": sum(sizes[1::2])}
 
 
 def test_what_a_worker_keeps_itself_counts_on_its_node(tmp_path):

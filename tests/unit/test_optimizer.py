@@ -57,18 +57,18 @@ class Rig:
     def __init__(self, folder, *, bucket_parameters=64, actors=2, shards=SHARDS):
         self.shards = [shard for shard in shards if shard.range.size]
         self.buckets = cut_buckets(
-            shards, bucket_parameters=bucket_parameters, actors_of_rank=lambda rank: range(actors)
+            shards, bucket_parameters=bucket_parameters, arenas_of_rank=lambda rank: range(actors)
         )
         self.arenas = {
             actor: Arena.create(
                 folder / f"{actor}.arena",
                 run="r",
-                buckets=[b for b in self.buckets if b.actor == actor],
+                buckets=[b for b in self.buckets if b.arena == actor],
                 spare_frames=1,
             )
             for actor in range(actors)
         }
-        self.cores = [OptimizerCore(arena, SETTINGS) for arena in self.arenas.values()]
+        self.cores = [OptimizerCore([arena], SETTINGS) for arena in self.arenas.values()]
         self.stream = GradientStream(self.buckets, self.arenas)
 
     def load(self, values):
@@ -296,7 +296,7 @@ def test_an_update_cut_off_half_way_is_finished_by_a_replacement(tmp_path):
     update_bucket(arena, 0, step=1, lr=1e-2, clip_factor=1.0, settings=SETTINGS)
     arena.begin_update(1).master.fill_(math.nan)  # and here the actor dies
     with Arena.attach(arena.path, run="r") as attached:
-        replacement = OptimizerCore(attached, SETTINGS)
+        replacement = OptimizerCore([attached], SETTINGS)
         assert replacement.step == 0
         replacement.update(1, lr=1e-2, clip_factor=1.0)
         assert replacement.counters.updated_buckets == len(rig.buckets) - 1
@@ -318,7 +318,7 @@ def test_whatever_a_predecessor_did_of_a_step_is_finished_once(tmp_path, done):
             rig.arenas[0], bucket.index, step=1, lr=1e-2, clip_factor=1.0, settings=SETTINGS
         )
     with Arena.attach(rig.arenas[0].path, run="r") as attached:
-        successor = OptimizerCore(attached, SETTINGS)
+        successor = OptimizerCore([attached], SETTINGS)
         for _ in range(2):
             successor.finish(1, lr=1e-2, clip_factor=1.0)
         assert successor.step == 1
@@ -428,7 +428,7 @@ def gradient_of(rig, held):
         offset = 0
         for r in b.ranges:
             if r.name == held.name:
-                region = rig.arenas[b.actor].gradient(b.index)
+                region = rig.arenas[b.arena].gradient(b.index)
                 found[r.start - held.start : r.stop - held.start] = region[offset : offset + r.size]
             offset += r.size
     return found
@@ -456,7 +456,7 @@ def test_a_forward_fetches_early_buckets_while_later_ones_update(tmp_path):
     first = rig.buckets[0].ranges[0]
     assert torch.equal(rig.fetch(first, 1), rig.arenas[0].master(0)[: first.size])
     assert rig.stream.buckets_before(1) == rig.stream.buckets - 1 > 0
-    with pytest.raises(WaitTimeout, match="bucket 1 of optimizer actor 0"):
+    with pytest.raises(WaitTimeout, match="bucket 1 of arena 0"):
         rig.stream.fetch("embedding", first.stop, torch.empty(4), version=1, timeout_s=0.01)
     with pytest.raises(ClusterError, match="holds version 1"):
         rig.fetch(first, 0)
@@ -475,11 +475,11 @@ def _write_or_update(rank, folder, start, gradient):
     from pathlib import Path
 
     shards = [Shard(Range("p", 0, 40), 0, "bfloat16", True)]
-    buckets = cut_buckets(shards, bucket_parameters=16, actors_of_rank=lambda rank: [0])
+    buckets = cut_buckets(shards, bucket_parameters=16, arenas_of_rank=lambda rank: [0])
     path = Path(folder) / "0.arena"
     if rank == 1:  # the actor
         arena = Arena.create(path, run="r", buckets=buckets, spare_frames=1)
-        core = OptimizerCore(arena, SETTINGS)
+        core = OptimizerCore([arena], SETTINGS)
         core.load(Range("p", 0, 40), start)
         core.commit_load(0)
         dist.barrier()

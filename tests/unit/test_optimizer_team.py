@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from flatpeak.controller.optimizer_team import DEATHS_IN_A_STEP, OptimizerTeam, Update
+from flatpeak.controller.ownership import Ownership
 from flatpeak.controller.placement import Placed
 from flatpeak.controller.runs import RunEvent
 from flatpeak.controller.waiting import Died, Interrupted
@@ -49,21 +50,22 @@ class Method(NamedTuple):
 
 
 class World:
-    """Two optimizer actors; `lives` gives, for each in turn, when its holders die."""
+    """Two optimizer actors, with three arenas; `lives` gives when the holders of each place die."""
 
     def __init__(self, *lives: tuple[int, str | None], stop_at: str = "") -> None:
-        self.lives = {index: [dies for at, dies in lives if at == index] for index in (0, 1)}
+        self.lives = {index: [dies for at, dies in lives if at == index] for index in (0, 1, 2)}
         self.stop_at = stop_at
         self.started: list[Actor] = []
         self.ended: list[Actor] = []
         self.team = OptimizerTeam(
             [self.start(0), self.start(1)],
             successor=self.start,
-            arena_path=lambda index: f"{index}.arena",
+            arena_path=lambda number: f"{number}.arena",
             collect=self.collect,
             start_timeout_s=30.0,
             end=lambda actor: self.ended.append(actor),
         )
+        self.team.ownership = Ownership((0, 1, 1))
 
     def start(self, index: int) -> Placed:
         coming = self.lives[index]
@@ -127,7 +129,7 @@ def test_the_successor_attaches_to_the_arena_and_finishes_the_update():
         "optimizer 0": "actor 0: update",
         "optimizer 1": "actor 2: finish",
     }
-    assert world.started[2].calls == [("attach", "1.arena"), ("finish", *UPDATE)]
+    assert world.started[2].calls == [("attach", {1: "1.arena", 2: "2.arena"}), ("finish", *UPDATE)]
     assert world.team.actors[1].handle is world.started[2]
     assert world.ended == [world.started[1]]
     lost, replaced = events
@@ -150,7 +152,7 @@ def test_the_successor_writes_the_snapshot_anew_after_the_update_that_it_is_of(d
     _, parts = run(world.team.gather("the snapshot", 5.0, world.team.parts))
     assert parts == {"optimizer 0": "actor 2: snapshot", "optimizer 1": "actor 1: snapshot"}
     assert world.started[2].calls == [
-        ("attach", "0.arena"),
+        ("attach", {0: "0.arena"}),
         ("finish", *UPDATE),
         ("snapshot", "step-7", 7),
     ]
@@ -234,3 +236,68 @@ def test_the_death_of_another_is_for_who_waits_to_mend():
         "optimizer 0": "actor 0: update",
         "optimizer 1": "actor 1: update",
     }
+
+
+def resize(world: World, count: int, owners: tuple[int, ...]) -> tuple[list[RunEvent], Any]:
+    """To `count` actors, after an update whose answers have been heard."""
+    world.team.update(UPDATE, beside={})
+    gather(world, world.team.updates)
+    for actor in world.started:
+        actor.calls.clear()
+    joining = [world.start(index) for index in range(len(world.team.actors), count)]
+    return run(world.team.resize(count, Ownership(owners), joining=joining))
+
+
+def calls(world: World) -> list[list[tuple[Any, ...]]]:
+    return [actor.calls for actor in world.started]
+
+
+def test_old_owners_let_go_before_new_ones_take_over():
+    world = World()
+    order: list[str] = []
+    collect = world.team._collect
+    world.team._collect = lambda refs, what, *a, **k: (
+        order.append(what) or collect(refs, what, *a, **k)
+    )
+    events, gone = resize(world, 3, (0, 1, 2))
+    assert (events, gone) == ([], [])
+    assert calls(world) == [[], [("release", [2])], [("attach", {2: "2.arena"})]]
+    assert order[-2:] == ["releasing arenas", "taking over arenas"]
+    assert [actor.handle for actor in world.team.actors] == world.started
+    world.team.update(UPDATE, beside={})
+    assert sorted(world.team.updates) == ["optimizer 0", "optimizer 1", "optimizer 2"]
+
+
+def test_who_leaves_is_ended_when_others_own_its_arenas():
+    world = World()
+    events, gone = resize(world, 1, (0, 0, 0))
+    assert calls(world) == [[("attach", {1: "1.arena", 2: "2.arena"})], [("release", [1, 2])]]
+    assert world.ended == [world.started[1]] == [placed.handle for placed in gone]
+    assert events == []
+    assert gather(world, world.team.updates)[1] == {"optimizer 0": "actor 0: update"}
+
+
+def test_the_successor_of_one_that_dies_while_it_lets_go_has_what_is_left():
+    world = World((1, "release"))
+    events, _ = resize(world, 3, (0, 1, 2))
+    assert [event.kind for event in events] == ["optimizer_lost", "optimizer_replaced"]
+    successor = world.team.actors[1].handle
+    assert successor.calls == [("attach", {1: "1.arena"}), ("finish", *UPDATE)]
+    assert world.team.actors[2].handle.calls == [("attach", {2: "2.arena"})]
+
+
+def test_the_successor_of_one_that_dies_while_it_takes_over_has_all_that_it_should():
+    world = World((0, "attach"))
+    events, gone = resize(world, 1, (0, 0, 0))
+    assert [event.kind for event in events] == ["optimizer_lost", "optimizer_replaced"]
+    paths = {0: "0.arena", 1: "1.arena", 2: "2.arena"}
+    assert world.team.actors[0].handle.calls == [("attach", paths), ("finish", *UPDATE)]
+    assert [placed.name for placed in gone] == ["optimizer 1"]
+
+
+def test_who_dies_while_it_leaves_is_not_replaced():
+    world = World((1, "release"))
+    events, gone = resize(world, 1, (0, 0, 0))
+    assert (events, len(world.started)) == ([], 2)
+    assert world.started[0].calls == [("attach", {1: "1.arena", 2: "2.arena"})]
+    assert [placed.name for placed in gone] == ["optimizer 1"]

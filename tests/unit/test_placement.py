@@ -6,7 +6,7 @@ import pytest
 
 from flatpeak.controller.placement import (
     Placed,
-    actors_beside,
+    arenas_beside,
     homes_anywhere,
     homes_beside,
     remote_ranks,
@@ -25,25 +25,25 @@ def on(*nodes: str) -> list[Placed]:
 @pytest.mark.parametrize(
     ("node", "beside"), [("a", [0, 2]), ("b", [1]), ("c", [])], ids=["two", "one", "none"]
 )
-def test_a_worker_reaches_the_actors_of_its_node(node, beside):
-    assert actors_beside(on(node)[0], on("a", "b", "a")) == beside
+def test_a_worker_maps_the_arenas_of_its_node(node, beside):
+    assert arenas_beside(on(node)[0], "aba") == beside
 
 
 def test_regions_of_a_node_follow_each_other_on_pages_in_order_of_rank():
-    regions = slab_regions([5000, 100, 8192, 0], on("a", "b", "a", "a"), on("b", "a", "a"))
+    regions = slab_regions([5000, 100, 8192, 0], on("a", "b", "a", "a"), "baa")
     assert regions == [
-        SlabRegion(actor=1, offset=0, nbytes=5000),
-        SlabRegion(actor=0, offset=0, nbytes=100),
-        SlabRegion(actor=1, offset=8192, nbytes=8192),
-        SlabRegion(actor=1, offset=16384, nbytes=0),
+        SlabRegion(arena=1, offset=0, nbytes=5000),
+        SlabRegion(arena=0, offset=0, nbytes=100),
+        SlabRegion(arena=1, offset=8192, nbytes=8192),
+        SlabRegion(arena=1, offset=16384, nbytes=0),
     ]
 
 
-def test_without_an_actor_beside_it_a_rank_keeps_its_boundaries_itself():
-    regions = slab_regions([5000, 100], on("a", "b"), on("b"))
+def test_without_an_arena_beside_it_a_rank_keeps_its_boundaries_itself():
+    regions = slab_regions([5000, 100], on("a", "b"), "b")
     assert regions == [
-        SlabRegion(actor=None, offset=0, nbytes=5000),
-        SlabRegion(actor=0, offset=0, nbytes=100),
+        SlabRegion(arena=None, offset=0, nbytes=5000),
+        SlabRegion(arena=0, offset=0, nbytes=100),
     ]
 
 
@@ -75,10 +75,10 @@ def test_beside_needs_an_actor_for_every_node_with_workers():
         homes_beside(ClusterSpec(workers=3, optimizers=1), WORKERS, cores)
 
 
-def test_ranks_are_remote_to_the_actors_of_other_nodes_that_have_their_buckets():
+def test_ranks_are_remote_to_the_arenas_of_other_nodes_that_have_their_buckets():
     pairs = [(0, 0), (0, 1), (1, 1), (2, 0), (2, 1), (2, 1)]
     buckets = [
-        Bucket(index, rank, actor, (), "float32", True, "adamw")
-        for index, (rank, actor) in enumerate(pairs)
+        Bucket(index, rank, arena, (), "float32", True, "adamw")
+        for index, (rank, arena) in enumerate(pairs)
     ]
-    assert remote_ranks(buckets, on("a", "b", "c"), on("a", "b")) == {0: [2], 1: [0, 2]}
+    assert remote_ranks(buckets, on("a", "b", "c"), "ab") == {0: [2], 1: [0, 2]}

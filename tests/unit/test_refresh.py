@@ -99,7 +99,7 @@ def test_what_is_in_place_is_waited_for_and_not_copied(tmp_path):
     rig.stream.deliver(first, version=1, timeout_s=1, in_place=in_place)
     assert seen == [(0, 1, 1), (1, 1, 1)]
     assert rig.values() == [{100.0}, {-1.0}, {-1.0}]
-    with pytest.raises(WaitTimeout, match="bucket 2 of optimizer actor 0"):
+    with pytest.raises(WaitTimeout, match="bucket 2 of arena 0"):
         rig.stream.deliver(
             rig.deliveries, version=1, timeout_s=0.01, in_place=lambda bucket, version: True
         )
@@ -144,7 +144,7 @@ def test_what_goes_wrong_ahead_reaches_all_who_still_wait(tmp_path):
     )
     ahead.join()
     for module in modules[1:]:
-        with pytest.raises(WaitTimeout, match="bucket 1 of optimizer actor 0 did not reach"):
+        with pytest.raises(WaitTimeout, match="bucket 1 of arena 0 did not reach"):
             ahead.wait_for(module)
     assert rig.values() == [{100.0}, {-1.0}, {-1.0}]
 

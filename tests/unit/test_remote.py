@@ -35,15 +35,15 @@ OTHER = [Shard(Range("other", 0, 5), 1, "float32", True)]
 def make(folder, shards=SHARDS, *, actors=1, bucket_parameters=10**6):
     """Arenas by actor, loaded as version 0."""
     buckets = cut_buckets(
-        shards, bucket_parameters=bucket_parameters, actors_of_rank=lambda rank: range(actors)
+        shards, bucket_parameters=bucket_parameters, arenas_of_rank=lambda rank: range(actors)
     )
     folder.mkdir(exist_ok=True)
     arenas = {}
     for actor in range(actors):
-        own = [bucket for bucket in buckets if bucket.actor == actor]
+        own = [bucket for bucket in buckets if bucket.arena == actor]
         path = folder / f"{actor}.arena"
         arenas[actor] = Arena.create(path, run="r", buckets=own, spare_frames=1)
-        core = OptimizerCore(arenas[actor], AdamW())
+        core = OptimizerCore([arenas[actor]], AdamW())
         for held in (held for bucket in own for held in bucket.ranges):
             core.load(held, torch.full((held.size,), 0.5))
         core.commit_load(0)
@@ -82,7 +82,7 @@ def train(buckets, arenas, homes):
         found += [stream.finish(), stream.squared_norm().item(), stream.buckets_before(step)]
         found += [arena.gradient(b.index).clone() for arena in arenas for b in arena.buckets]
         for arena in arenas:
-            OptimizerCore(arena, AdamW()).update(step, lr=1e-2, clip_factor=0.5)
+            OptimizerCore([arena], AdamW()).update(step, lr=1e-2, clip_factor=0.5)
         for held, dtype in ((SHARDS[0], torch.float32), (SHARDS[1], torch.bfloat16)):
             out = torch.empty(LARGE, dtype=dtype)
             name, start = held.range.name, held.range.start
@@ -167,7 +167,7 @@ def test_what_the_actor_refuses_is_raised_here_and_the_connection_goes_on(tmp_pa
     _, arenas = make(tmp_path, [*SHARDS, *OTHER])
     with served(arenas[0], ranks=[0, 1]) as [remote, other]:
         assert (remote.count_before(1, rank=0), other.count_before(1, rank=1)) == (4, 1)
-        with pytest.raises(WaitTimeout, match=r"bucket 0 of optimizer actor 0 did not reach ver"):
+        with pytest.raises(WaitTimeout, match=r"bucket 0 of arena 0 did not reach ver"):
             remote.wait_version(0, 1, timeout_s=0.05)
         with pytest.raises(ClusterError, match="version 3 were asked of bucket 0"):
             remote.read_places(0, 3, [(0, torch.empty(4))])

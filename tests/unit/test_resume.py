@@ -40,12 +40,12 @@ def job(tmp_path: Path, **train: object) -> Spec:
 
 def write_snapshot(tmp_path: Path, step: int) -> Path:
     shards = [Shard(Range(name, 0, size), 0, "float32", True) for name, size in SIZES.items()]
-    buckets = cut_buckets(shards, bucket_parameters=8, actors_of_rank=lambda rank: [0])
+    buckets = cut_buckets(shards, bucket_parameters=8, arenas_of_rank=lambda rank: [0])
     path = tmp_path / f"{step}.arena"
     with Arena.create(path, run="r", buckets=buckets, spare_frames=1) as arena:
-        OptimizerCore(arena, AdamW()).commit_load(step)
+        OptimizerCore([arena], AdamW()).commit_load(step)
         folder = snapshot_folder(tmp_path / "r", step)
-        part = write_snapshot_part(folder, arena, actor=0, step=step)
+        part = write_snapshot_part(folder, arena, number=0, step=step)
         meta = snapshot_meta(job(tmp_path), SIZES)
         commit_manifest(folder, step=step, parts=[part], meta=meta)
         arena.unlink()

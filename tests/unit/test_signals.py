@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from flatpeak.controller.runs import RunFolder
 from flatpeak.controller.signals import StopSignals, terminated_as_interrupted
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
@@ -77,7 +78,7 @@ def test_outside_the_main_thread_handlers_are_left_alone():
 
 
 @pytest.mark.parametrize("answers", [False, True], ids=["not up yet", "answers"])
-def test_a_controller_that_is_not_up_is_not_waited_for(monkeypatch, answers):
+def test_a_controller_that_is_not_up_is_not_waited_for(monkeypatch, tmp_path, answers):
     from flatpeak.controller import launch
 
     controller, answer = Mock(), object()
@@ -92,7 +93,7 @@ def test_a_controller_that_is_not_up_is_not_waited_for(monkeypatch, answers):
         is_ready = answers if ref is answer else waits.count(events) > 2
         return (refs, []) if is_ready else ([], refs)
 
-    kill, follower = Mock(), Mock()
+    kill, follower = Mock(), Mock(folder=RunFolder(tmp_path))
     ray = SimpleNamespace(wait=wait, get=lambda value: value, kill=kill)
     monkeypatch.setattr(launch, "ray", ray)
     monkeypatch.setattr(launch, "_start_controller", lambda *args: controller)

@@ -62,18 +62,18 @@ class Cluster:
         buckets = cut_buckets(
             layout(workers, expert_ranks),
             bucket_parameters=bucket_parameters,
-            actors_of_rank=lambda rank: range(actors),
+            arenas_of_rank=lambda rank: range(actors),
         )
         self.arenas = [
             Arena.create(
                 folder / f"{actor}.arena",
                 run="r",
-                buckets=[b for b in buckets if b.actor == actor],
+                buckets=[b for b in buckets if b.arena == actor],
                 spare_frames=1,
             )
             for actor in range(actors)
         ]
-        self.cores = [OptimizerCore(arena, SETTINGS) for arena in self.arenas]
+        self.cores = [OptimizerCore([arena], SETTINGS) for arena in self.arenas]
 
     def start(self):
         for core in self.cores:
@@ -88,7 +88,7 @@ class Cluster:
             gradients = values(step)
             for core in self.cores:
                 for b in core.buckets:
-                    core.arena.gradient(b.index).copy_(
+                    core.arenas[0].gradient(b.index).copy_(
                         torch.cat([gradients[r.name][r.start : r.stop] for r in b.ranges])
                     )
                 # Step 3 is skipped, so that steps and updates differ from there on.
@@ -182,7 +182,7 @@ def test_any_range_can_be_read(tmp_path):
 
 def test_a_snapshot_is_written_from_the_arena_without_staging(tmp_path):
     shards = [Shard(Range("p", 0, 400_000), 0, "bfloat16", True)]
-    buckets = cut_buckets(shards, bucket_parameters=50_000, actors_of_rank=lambda rank: [0])
+    buckets = cut_buckets(shards, bucket_parameters=50_000, arenas_of_rank=lambda rank: [0])
     with Arena.create(tmp_path / "0.arena", run="r", buckets=buckets, spare_frames=1) as arena:
         for b in buckets:
             arena.advance(b.index, 1)
@@ -239,8 +239,8 @@ def edit_the_manifest(folder):
 
 
 DAMAGES = [
-    pytest.param(truncate, r"actor-0.*bytes instead of", id="truncated"),
-    pytest.param(lambda f: an_arrow_file(f).unlink(), r"actor-0.*it is missing", id="no part"),
+    pytest.param(truncate, r"arena-0.*bytes instead of", id="truncated"),
+    pytest.param(lambda f: an_arrow_file(f).unlink(), r"arena-0.*it is missing", id="no part"),
     pytest.param(edit_the_manifest, r"manifest.json.*checksum", id="edited manifest"),
     pytest.param(
         lambda f: (f / "manifest.json").write_text('{"crc'), r"manifest.json", id="cut manifest"
@@ -328,7 +328,7 @@ def test_a_file_that_does_not_fit_leaves_nothing_and_says_why(tmp_path):
     whole = write_snapshot_part(folder, cluster.arenas[1], 1, 1)
     limited(2000)
     try:
-        with pytest.raises(SnapshotFailed, match=r"actor-0-\w+.arrow could not .*: File too large"):
+        with pytest.raises(SnapshotFailed, match=r"arena-0-\w+.arrow could not .*: File too large"):
             write_snapshot_part(folder, cluster.arenas[0], 0, 1)
     finally:
         limited(0)

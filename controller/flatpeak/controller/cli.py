@@ -156,6 +156,24 @@ def stop(
 
 
 @app.command()
+def scale(
+    run: RunName,
+    optimizers: Annotated[int, typer.Option(help="Optimizer actors that there are to be.")],
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait.")] = 600.0,
+    runs_dir: RunsDir = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Change the number of optimizer actors of a run while it trains, at the next step boundary."""
+    from flatpeak.controller.display import event_line
+    from flatpeak.controller.runs import RunFolder
+    from flatpeak.controller.scale_requests import scale_run
+    from flatpeak.controller.strict_json import to_json
+
+    scaled = scale_run(RunFolder.open(runs_dir, run), optimizers, timeout_s=timeout)
+    print(to_json({"run": run, **scaled.detail}) if as_json else f"{run}: {event_line(scaled)}")
+
+
+@app.command()
 def watch(run: RunName, runs_dir: RunsDir = Path("runs"), as_json: Json = False) -> None:
     """Show a run as it goes: peaks against their bounds, loss, speed, events."""
     from flatpeak.controller.runs import RunFolder

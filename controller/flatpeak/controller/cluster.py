@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import ray
 import torch
 
+from flatpeak.controller.host_plan import STATE_BYTES
 from flatpeak.controller.runs import RunEvent, event
 from flatpeak.controller.spec import ClusterSpec, Spec
 from flatpeak.controller.spec_values import shown
@@ -20,7 +21,6 @@ NAMESPACE = "flatpeak"
 _CONNECT_S = 5.0
 _OBJECT_STORE_BYTES = 256 * 2**20  # tensors do not travel through it
 _PROCESSES_PER_CORE = 64
-_ARENA_BYTES_PER_PARAMETER = 16  # fp32 master, two moments, gradient
 
 
 def check_cluster(spec: Spec, *, parameters: int) -> None:
@@ -65,7 +65,8 @@ def _start_local(cluster: ClusterSpec) -> None:
         ray.init(
             address="local",
             namespace=NAMESPACE,
-            num_cpus=max(_cores_asked(cluster), _cores_here()),
+            # Of the machine, or as if it had those that scaling may ask for.
+            num_cpus=max(_cores_asked(cluster, optimizers=cluster.arenas), _cores_here()),
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
@@ -77,7 +78,7 @@ def _start_local(cluster: ClusterSpec) -> None:
 
 
 def _warnings(cluster: ClusterSpec) -> list[RunEvent]:
-    asked, here = _cores_asked(cluster), _cores_here()
+    asked, here = _cores_asked(cluster, optimizers=cluster.optimizers), _cores_here()
     if asked <= here:
         return []
     text = (
@@ -88,10 +89,8 @@ def _warnings(cluster: ClusterSpec) -> list[RunEvent]:
     return [event("warning", text=text)]
 
 
-def _cores_asked(cluster: ClusterSpec) -> int:
-    return (
-        cluster.workers * cluster.cpus_per_worker + cluster.optimizers * cluster.cpus_per_optimizer
-    )
+def _cores_asked(cluster: ClusterSpec, *, optimizers: int) -> int:
+    return cluster.workers * cluster.cpus_per_worker + optimizers * cluster.cpus_per_optimizer
 
 
 def _cores_here() -> int:
@@ -159,11 +158,11 @@ def _check_shared_memory(cluster: ClusterSpec, parameters: int) -> None:
             f"cluster.shm_dir = {folder} is no directory that can be written; "
             "/dev/shm is the one to use where it is large enough"
         )
-    needed = parameters * _ARENA_BYTES_PER_PARAMETER
+    needed = parameters * STATE_BYTES
     left = room(folder)
     if needed > left.nbytes:
         raise DoesNotFit(
-            f"the arenas take at least {needed:,} bytes, {_ARENA_BYTES_PER_PARAMETER} for each of "
+            f"the arenas take at least {needed:,} bytes, {STATE_BYTES} for each of "
             f"{parameters:,} parameters, in cluster.shm_dir = {folder}, and {left.where} has "
             f"{left.nbytes:,} free; use a folder or a limit with more, or a cluster of more nodes"
         )

@@ -4,20 +4,22 @@ A step: every worker runs forward and backward and leaves its gradients in the a
 global norm gives the clipping factor; the optimizer actors update their buckets while the workers
 already begin the next step and wait there for the weights they need. The step is committed when the
 last bucket has its new version. A process that dies is replaced on the way: an optimizer actor
-alone, a worker with all its peers, which then do the step again.
+alone, a worker with all its peers, which then do the step again. Between two steps there may become
+more or fewer optimizer actors.
 """
 
 import logging
 import os
 import threading
 import time
-from collections.abc import Container, Generator, Iterator, Mapping
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flatpeak.controller.host_plan import (
+    PlannedArena,
     check_host_bytes,
     first_of_nodes,
     plan_arenas,
@@ -26,10 +28,13 @@ from flatpeak.controller.host_plan import (
 from flatpeak.controller.leftovers import arena_name
 from flatpeak.controller.metrics import RunMetrics
 from flatpeak.controller.optimizer_team import OptimizerTeam, Update
+from flatpeak.controller.ownership import HeldArena, Ownership, assign_arenas
 from flatpeak.controller.placement import (
     Placed,
-    actors_beside,
-    actors_of,
+    arena_homes,
+    arenas_beside,
+    arenas_for,
+    free_cpus,
     pick_device,
     release,
     remote_ranks,
@@ -39,9 +44,12 @@ from flatpeak.controller.placement import (
     start_optimizers,
     start_workers,
     sweep_nodes,
+    worker_nodes,
 )
 from flatpeak.controller.resume import check_parameters, parameter_sizes, snapshot_meta
 from flatpeak.controller.runs import Event, RunEvent, RunFolder, event
+from flatpeak.controller.scale_requests import DONE, REFUSED
+from flatpeak.controller.scaling import Capacity, Change, Refused, Scaling
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.step_results import check_budget, larger_shapes, step_record
@@ -76,7 +84,7 @@ log = logging.getLogger("flatpeak")
 
 
 class Controller:
-    """A Ray actor with two threads: one runs the training, the other hears `stop`.
+    """A Ray actor with two threads: one runs the training, the other hears `stop` and `scale`.
 
     `folder` is the run folder; the spec's degrees are resolved; `token` marks this launch in names
     that all runs share; `snapshot` is what the run goes on from, checked by the driver.
@@ -98,7 +106,9 @@ class Controller:
         self._crew = WorkerGroup(start=self._start_workers, ask=self._ask)
         self._workers = self._crew.workers
         self._optimizers: list[Placed] = []
-        self._arenas = 0  # of the first so many optimizer actors
+        self._homes: list[str] = []  # the node of each arena
+        self._arenas: tuple[PlannedArena, ...] = ()
+        self._filled = False  # whether the actors were told to make them
         self._team = OptimizerTeam(
             self._optimizers,
             successor=self._start_successor,
@@ -107,18 +117,29 @@ class Controller:
             start_timeout_s=spec.cluster.start_timeout_s,
         )
         self._team.others = lambda: self._crew.mortal
+        self._scaling = Scaling(
+            self._optimizers,
+            capacity=self._capacity,
+            start=self._start_optimizer,
+            timeout_s=spec.cluster.start_timeout_s,
+        )
         self._committed = 0
         self._saved = 0
         self._written: tuple[int, dict[str, Any]] | None = None
         self._unsaved: FlatpeakError | None = None
         self._sizes: dict[str, int] = {}
         self._on_device = False  # whether workers update buckets
-        self._ending = False
+        self._unstoppable = False  # while the run ends, and while arenas change hands
         self._results: dict[str, StepResult] = {}
 
     def stop(self) -> None:
         """Ends the run at once; what is committed is kept as `snapshots.at_end` says."""
         self._stop.set()
+
+    def scale(self, request: str, optimizers: int) -> str | None:
+        """Asks for so many optimizer actors, which an event with `request` will tell the end of;
+        the reason where that is refused."""
+        return self._scaling.ask(request, optimizers)
 
     def run(self) -> Iterator[Event]:
         """Trains to the last step; yields what happens as it happens."""
@@ -142,6 +163,7 @@ class Controller:
                 end = "interrupted"
             except Died as death:
                 raise death.cause from None
+            yield from _told(self._scaling.close("the run ended first"))
             yield from self._keep_committed(self._patience_s)
             yield event(end, step=self._committed)
         except Exception as error:
@@ -181,13 +203,14 @@ class Controller:
                 self._crew.form()
         except Died as death:
             yield from self._crew.replace(death, step=self._committed)
+        self._homes = arena_homes(spec, self._workers, self._optimizers)
         buckets = cut_buckets(
             [shard for own in self._crew.shards for shard in own],
             bucket_parameters=spec.memory.optimizer.bucket_parameters,
-            actors_of_rank=lambda rank: actors_of(spec, self._workers[rank], self._optimizers),
+            arenas_of_rank=lambda rank: arenas_for(spec, self._workers[rank], self._homes),
         )
         buckets = yield from self._divide_updates(buckets, device)
-        regions = slab_regions(self._crew.slab_bytes, self._workers, self._optimizers)
+        regions = slab_regions(self._crew.slab_bytes, self._workers, self._homes)
         self._ask(self._optimizers, "start of the optimizer actors", "sweep")
         planned = yield from self._fill_arenas(buckets, regions)
         yield event(
@@ -202,6 +225,12 @@ class Controller:
         """Keeps the list of who serves metrics as the actors come and go."""
         if happened.kind == "optimizer_lost":
             self._metrics.drop_target(happened.detail["actor"])
+        elif happened.kind == DONE:
+            for who in happened.detail["left"]:
+                self._metrics.drop_target(who)
+            if self._serving is not None and (names := happened.detail["joined"]):
+                joined = [actor for actor in self._optimizers if actor.name in names]
+                yield from self._export(self._serving, joined)
         elif happened.kind == "worker_lost":
             for worker in self._workers:
                 self._metrics.drop_target(worker.name)
@@ -240,13 +269,13 @@ class Controller:
         host = self._ask(self._optimizers, "measuring the optimizers", "update_rate")
         on_device: set[int] = set()
         for rank, worker in enumerate(self._workers):
-            beside = actors_beside(worker, self._optimizers)
+            beside = [actor.name for actor in self._optimizers if actor.node == worker.node]
             served = sum(other.node == worker.node for other in self._workers)
             own = [bucket for bucket in buckets if bucket.rank == rank]
             split = split_updates(
                 own,
                 rates,
-                host_parameters_per_s=sum(host[self._optimizers[a].name] for a in beside) / served,
+                host_parameters_per_s=sum(host[actor] for actor in beside) / served,
                 slots=section.slots,
             )
             on_device |= split.on_device
@@ -268,16 +297,21 @@ class Controller:
                 self._team.last = Update(reader.step, 0.0, None)
             yield event("resumed", snapshot=str(snapshot), step=self._committed)
         actors, spare_frames = self._optimizers, self.spec.memory.optimizer.slots
-        arenas = plan_arenas(buckets, regions, actors=len(actors), spare_frames=spare_frames)
-        planned = planned_host_bytes(arenas, actors, regions, self._workers)
+        homes = self._homes
+        arenas = plan_arenas(buckets, regions, arenas=len(homes), spare_frames=spare_frames)
+        planned = planned_host_bytes(arenas, homes, regions, self._workers)
         rooms = self._ask(first_of_nodes(actors), "looking at the host memory", "host_room")
         check_host_bytes(planned, actors, rooms)
+        self._arenas, self._filled = arenas, True
+        # Arenas go to the actors of the same number as far as there are any, the others to balance.
+        own = [number if number < len(actors) else None for number in range(len(homes))]
+        self._team.ownership = ownership = self._assign(own, actors)
         refs = {}
-        for index, (actor, arena) in enumerate(zip(actors, arenas, strict=True)):
+        for index, actor in enumerate(actors):
+            numbers = ownership.of(index)
             refs[actor.name] = actor.handle.create.remote(
-                self._arena_path(index), arena.buckets, arena.slab_bytes, snapshot
+                {number: arenas[number] for number in numbers}, self._paths(numbers), snapshot
             )
-            self._arenas = index + 1
         self._collect(refs, "filling the arenas", self.spec.cluster.start_timeout_s)
         self._attach = partial(self._attach_workers, buckets, regions)
         try:
@@ -289,16 +323,16 @@ class Controller:
     def _attach_workers(self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]) -> None:
         """Each maps the arenas of its node; it reaches its buckets on others over the network."""
         timeout = self.spec.cluster.start_timeout_s
-        remote = remote_ranks(buckets, self._workers, self._optimizers)
-        serve = {actor: self._optimizers[actor] for actor in remote}
+        # Only where actors are anywhere, and each owns the arena of its own number.
+        remote = remote_ranks(buckets, self._workers, self._homes)
+        serve = {number: self._optimizers[number] for number in remote}
         # What a worker had sent to one that dies, and nobody confirmed, is lost with it.
         self._team.linked = {actor.name for actor in serve.values()}
         refs = {a.name: a.handle.serve.remote(remote[index]) for index, a in serve.items()}
         addresses = self._collect(refs, "opening the arenas to other nodes", timeout)
         attach = {}
         for rank, worker in enumerate(self._workers):
-            beside = actors_beside(worker, self._optimizers)
-            arenas = {actor: self._arena_path(actor) for actor in beside}
+            arenas = self._paths(arenas_beside(worker, self._homes))
             servers = {a: addresses[serve[a].name] for a in serve if rank in remote[a]}
             attach[worker.name] = worker.handle.attach.remote(
                 buckets, arenas, regions[rank], servers
@@ -319,18 +353,33 @@ class Controller:
             # What the dead had updated of the last step, their successors leave alone.
             self._team.update_beside(self._crew.update(*self._team.last))
 
-    def _arena_path(self, index: int) -> str:
-        name = arena_name(self.spec.run, self._token, index)
+    def _assign(self, owners: Sequence[int | None], actors: Sequence[Placed]) -> Ownership:
+        """Which of `actors` is to own each arena, after the `owners` that they have now."""
+        held = [
+            HeldArena(arena.state_bytes, node, owner)
+            for arena, node, owner in zip(self._arenas, self._homes, owners, strict=True)
+        ]
+        return assign_arenas(held, [actor.node for actor in actors])
+
+    def _arena_path(self, number: int) -> str:
+        name = arena_name(self.spec.run, self._token, number)
         return str(Path(self.spec.cluster.shm_dir) / name)
 
+    def _paths(self, numbers: Iterable[int]) -> dict[int, str]:
+        return {number: self._arena_path(number) for number in numbers}
+
     def _start_successor(self, index: int) -> Placed:
-        node, logs = self._optimizers[index].node, str(self.folder / "logs")
+        return self._start_optimizer(index, self._optimizers[index].node)
+
+    def _start_optimizer(self, index: int, node: str) -> Placed:
+        logs = str(self.folder / "logs")
         return start_optimizer(self.spec, index, node, logs=logs, token=self._token)
 
     # Train
 
     def _train(self) -> Iterator[Event]:
         largest: dict[str, tuple[int, ...]] = {}
+        self._scaling.open()
         for step in range(self._committed + 1, self.spec.train.steps + 1):
             began = time.perf_counter()
             answers = yield from self._step(step)
@@ -341,6 +390,7 @@ class Controller:
             for result in results:
                 largest = larger_shapes(largest, result.largest)
             check_budget(self._results, self.spec.memory.device_budget_bytes)
+            yield from self._scale()
             rate = lr(step, train=self.spec.train)
             self._update(results[0], rate)
             yield step_record(self.spec, results, rate, time.perf_counter() - began)
@@ -364,6 +414,56 @@ class Controller:
                 )
             except Died as death:
                 yield from self._replace_workers(death)
+
+    def _scale(self) -> Iterator[Event]:
+        """Changes the optimizer actors if that was asked for and is ready: no update is under way,
+        and none of their answers is owed."""
+        change = self._scaling.due()
+        if isinstance(change, Change):
+            self._unstoppable = True
+            yield from self._resize(change)
+            self._unstoppable = False
+            self._scaling.settle()
+        else:
+            yield from _told(change)
+
+    def _resize(self, change: Change) -> Iterator[Event]:
+        began, start_seconds = time.perf_counter(), time.monotonic() - change.began
+        present, before = len(self._optimizers), self._team.ownership
+        actors = [*self._optimizers, *change.joining][: change.wanted]
+        now = self._assign(before.owners, actors)
+        gone = yield from self._team.resize(change.wanted, now, joining=change.joining)
+        seconds = time.perf_counter() - began
+        moved = [n for n, owner in enumerate(now.owners) if owner != before.owners[n]]
+        copied = [n for n in moved if actors[now.owners[n]].node != self._homes[n]]
+        yield event(
+            DONE,
+            request=change.request,
+            step=self._committed,
+            before=present,
+            after=change.wanted,
+            joined=[actor.name for actor in change.joining],
+            left=[actor.name for actor in gone],
+            arenas=len(moved),
+            arena_bytes=sum(self._arenas[n].nbytes for n in moved),
+            copied_bytes=sum(self._arenas[n].nbytes for n in copied),
+            state_bytes={
+                actor.name: sum(self._arenas[n].state_bytes for n in now.of(index))
+                for index, actor in enumerate(actors)
+            },
+            seconds=seconds,
+            start_seconds=start_seconds,
+        )
+
+    def _capacity(self) -> Capacity:
+        cluster = self.spec.cluster
+        return Capacity(
+            nodes=tuple(worker_nodes(self._workers)),
+            arenas=len(self._arenas),
+            cpus_per_actor=cluster.cpus_per_optimizer,
+            free_cpus=free_cpus(),
+            fixed=cluster.optimizer_placement == "anywhere",
+        )
 
     def _update(self, result: StepResult, rate: float) -> None:
         factor = None
@@ -403,10 +503,16 @@ class Controller:
             return
         (step, answers), self._written = self._written, None
         folder = snapshot_folder(self.folder, step)
-        parts = [part for part in answers.values() if isinstance(part, SnapshotPart)]
+        found = [(who, part) for who, of_actor in answers.items() for part in of_actor]
+        parts = [part for _, part in found if isinstance(part, SnapshotPart)]
         try:
-            if failures := [f"{w}: {e}" for w, e in answers.items() if isinstance(e, Exception)]:
+            if failures := [f"{who}: {e}" for who, e in found if isinstance(e, SnapshotFailed)]:
                 raise SnapshotFailed("; ".join(failures))
+            if len(parts) != len(self._arenas):
+                raise SnapshotFailed(
+                    f"it has {len(parts)} of {len(self._arenas)} arenas: the run ended while the "
+                    "others changed hands; resume from the one before"
+                )
             meta = snapshot_meta(self.spec, self._sizes)
             commit_manifest(folder, step=step, parts=parts, meta=meta)
         except (SnapshotFailed, CheckpointError) as error:
@@ -436,7 +542,7 @@ class Controller:
 
         Workers hold no state, so an interrupted run need not wait for the step they are in.
         """
-        self._ending = True
+        self._unstoppable = True
         yield from self._team.gather("the last update", timeout_s, self._team.updates)
         yield from self._commit_snapshot()  # of an earlier step
         self._committed = self._team.last.step
@@ -458,18 +564,22 @@ class Controller:
 
     def _teardown(self) -> None:
         """Ends what was started, however far the start came."""
-        with_arena = self._optimizers[: self._arenas]
-        closing = {actor.name: actor.handle.close.remote() for actor in with_arena}
+        closing = {
+            actor.name: actor.handle.close.remote(
+                [*self._paths(self._team.ownership.of(index)).values()]
+            )
+            for index, actor in enumerate(self._optimizers if self._filled else ())
+        }
         try:
             collect(closing, what="closing the arenas", timeout_s=_CLOSE_S)
             closed = True
         except RunFailed as error:  # an actor is dead, or busy for longer
             log.warning("%s", error)
             closed = False
+        self._scaling.close("the run has ended")
         release(self._group, [placed.handle for placed in self._workers + self._optimizers])
         if not closed and self.spec.cluster.address != "local":  # there the driver sees to it
-            nodes = sorted({actor.node for actor in with_arena})
-            sweep_nodes(self.spec, nodes, self._token)
+            sweep_nodes(self.spec, sorted(set(self._homes)), self._token)
 
     # Waiting
 
@@ -490,8 +600,9 @@ class Controller:
             refs,
             what=what,
             timeout_s=timeout_s,
-            # At the end there is nothing left to stop but keeping what is committed.
-            interrupted=lambda: self._stop.is_set() and not self._ending,
+            # At the end there is nothing left to stop but keeping what is committed; and between
+            # two owners an arena would be missing in that.
+            interrupted=lambda: self._stop.is_set() and not self._unstoppable,
             last_seen=self._last_seen,
             mortal=mortal,
         )
@@ -507,3 +618,8 @@ class Controller:
             return f"the last committed step is {self._committed}"
         peaks = ", ".join(f"{name} {nbytes:,}" for name, nbytes in result.peaks.items())
         return f"it had finished step {result.step} with peaks in bytes: {peaks or 'not measured'}"
+
+
+def _told(refused: Refused | None) -> Iterator[Event]:
+    if refused is not None:
+        yield event(REFUSED, request=refused.request, reason=refused.reason)

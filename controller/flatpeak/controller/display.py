@@ -156,6 +156,15 @@ def event_line(event: RunEvent) -> str | None:
             return f"{detail['actor']} died in step {detail['step']}; all workers start anew"
         case "workers_replaced":
             return f"workers replaced in {detail['seconds']:.1f} s"
+        case "optimizers_scaled":
+            return (
+                f"{detail['before']} to {_count(detail['after'], 'optimizer actor')} after step "
+                f"{detail['step']}: {_count(detail['arenas'], 'arena')} of "
+                f"{memory(detail['arena_bytes'], None)} handed over in {detail['seconds']:.3f} s, "
+                f"{detail['copied_bytes']:,} bytes copied"
+            )
+        case "scaling_refused":
+            return f"not scaled: {detail['reason']}"
         case "warning":
             return f"warning: {detail['text']}"
         case "interrupted":

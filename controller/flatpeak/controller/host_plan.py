@@ -15,24 +15,32 @@ from flatpeak.workers.errors import DoesNotFit
 from flatpeak.workers.host_memory import Room
 from flatpeak.workers.trainer import SlabRegion
 
+STATE_BYTES = 16
+"""Of a parameter: fp32 master, two moments, gradient."""
+
 
 @dataclass(frozen=True)
 class PlannedArena:
-    """Of one optimizer actor; `nbytes` is the exact size of the file."""
+    """`nbytes` is the exact size of the file."""
 
     buckets: tuple[Bucket, ...]
     slab_bytes: int
     nbytes: int
 
+    @property
+    def state_bytes(self) -> int:
+        """Of masters, two moments and gradients: what its owner has to do with."""
+        return STATE_BYTES * sum(bucket.size for bucket in self.buckets)
+
 
 def plan_arenas(
-    buckets: Sequence[Bucket], regions: Sequence[SlabRegion], *, actors: int, spare_frames: int
+    buckets: Sequence[Bucket], regions: Sequence[SlabRegion], *, arenas: int, spare_frames: int
 ) -> tuple[PlannedArena, ...]:
-    """The arena of each actor: its buckets, and the slab that holds all regions on it."""
+    """Each arena: its buckets, and the slab that holds all regions in it."""
     planned = []
-    for index in range(actors):
-        own = tuple(bucket for bucket in buckets if bucket.actor == index)
-        ends = [region.offset + region.nbytes for region in regions if region.actor == index]
+    for number in range(arenas):
+        own = tuple(bucket for bucket in buckets if bucket.arena == number)
+        ends = [region.offset + region.nbytes for region in regions if region.arena == number]
         slab_bytes = max(ends, default=0)
         planned.append(PlannedArena(own, slab_bytes, arena_bytes(own, spare_frames, slab_bytes)))
     return tuple(planned)
@@ -40,17 +48,17 @@ def plan_arenas(
 
 def planned_host_bytes(
     arenas: Sequence[PlannedArena],
-    optimizers: Sequence[Placed],
+    homes: Sequence[str],
     regions: Sequence[SlabRegion] = (),
     workers: Sequence[Placed] = (),
 ) -> dict[str, int]:
-    """Bytes of host memory that the run takes on each node, by actors and by those `workers` that
-    keep their own `regions`."""
+    """Bytes of host memory that the run takes on each node, by arenas, of which `homes` are the
+    nodes, and by those `workers` that keep their own `regions`."""
     planned: dict[str, int] = {}
-    for arena, actor in zip(arenas, optimizers, strict=True):
-        planned[actor.node] = planned.get(actor.node, 0) + arena.nbytes
+    for arena, node in zip(arenas, homes, strict=True):
+        planned[node] = planned.get(node, 0) + arena.nbytes
     for region, worker in zip(regions, workers, strict=True):
-        if region.actor is None:
+        if region.arena is None:
             own = arena_bytes((), 1, region.nbytes)
             planned[worker.node] = planned.get(worker.node, 0) + own
     return planned
@@ -77,5 +85,5 @@ def check_host_bytes(
                 f"the arenas on the node of {actor.name}, of {beside} optimizer actors, take "
                 f"{planned[actor.node]:,} bytes, and {left.where} has {left.nbytes:,} free; set "
                 "cluster.shm_dir to a folder with that much, raise the limit, lower "
-                "memory.boundaries.host_budget_bytes, or use more nodes"
+                "cluster.max_optimizers or memory.boundaries.host_budget_bytes, or use more nodes"
             )

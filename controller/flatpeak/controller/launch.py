@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
-from ray.exceptions import ActorAlreadyExistsError, RayError
+from ray.exceptions import ActorAlreadyExistsError, RayError, RayTaskError
 
 from flatpeak.controller.cluster import NAMESPACE, check_cluster, connected
 from flatpeak.controller.controller import Controller
@@ -32,6 +32,7 @@ from flatpeak.controller.runs import (
     highest_of,
     runs_folder,
 )
+from flatpeak.controller.scale_requests import REFUSED, ScaleRequest, take_request
 from flatpeak.controller.signals import StopSignals
 from flatpeak.controller.spec import Spec, check_against_model, resolve_parallel
 from flatpeak.controller.waiting import describe
@@ -218,8 +219,10 @@ def _follow(
     answer: Any = None
     give_up = math.inf
     silent = True
+    requests = _Requests(controller, follower)
     try:
         while True:
+            requests.look()
             if signals.count > 1:
                 raise KeyboardInterrupt
             if signals.count and answer is None:
@@ -242,6 +245,32 @@ def _follow(
         raise describe(error, "the controller", "the run") from None
     finally:
         ray.kill(controller)
+
+
+class _Requests:
+    """Brings requests from the run folder to the controller, one at a time, and notes refusals."""
+
+    def __init__(self, controller: Any, follower: _Follower) -> None:
+        self._controller, self._follower = controller, follower
+        self._asked: tuple[ScaleRequest, Any] | None = None
+
+    def look(self) -> None:
+        if self._asked is None:
+            request = take_request(self._follower.folder)
+            if request is not None:
+                answer = self._controller.scale.remote(request.id, request.optimizers)
+                self._asked = request, answer
+            return
+        request, answer = self._asked
+        if not ray.wait([answer], timeout=0)[0]:
+            return
+        self._asked = None
+        try:
+            reason = ray.get(answer)
+        except RayTaskError as error:  # a request never ends a run
+            reason = str(describe(error, "the controller", "scaling"))
+        if reason is not None:
+            self._follower(event(REFUSED, request=request.id, reason=reason))
 
 
 def _start_controller(spec: Spec, token: str, resume: Resume | None, folder: RunFolder) -> Any:

@@ -1,17 +1,28 @@
-"""The optimizer actors at work: what they are asked for, and a successor for each that dies.
+"""The optimizer actors at work: what they are asked for, a successor for each that dies, and how
+more or fewer of them go on with the same arenas.
 
 Masters, moments, gradients and versions lie in the arenas, which outlive the actors. So a successor
-attaches to the arena, finishes the update that was asked last (buckets that have it are left alone)
-and writes the snapshot under way anew: the next update is not asked for before all of its parts are
-there, so the state is still that step's. Meanwhile workers wait for the weights they need, and the
-updates that they do themselves go on.
+attaches to its arenas, finishes the update that was asked last (buckets that have it stay as they
+are) and writes the snapshot under way anew: the next update is not asked for before all of its
+parts are there, so the state is still that step's. Meanwhile workers wait for the weights they
+need, and the updates that they do themselves go on.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Generator, Iterator, Mapping, Set
+from collections.abc import (
+    Callable,
+    Container,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from typing import Any, NamedTuple, Protocol
 
+from flatpeak.controller.ownership import Ownership
 from flatpeak.controller.placement import Placed, release
 from flatpeak.controller.runs import Event, event
 from flatpeak.controller.waiting import Died
@@ -45,10 +56,11 @@ class Collect(Protocol):
 class OptimizerTeam:
     """Asks the optimizer actors and replaces those that die while they are waited for.
 
-    `actors` (by index) may still grow. `successor` starts one in the place of a dead one,
-    `arena_path` says what it is to attach to, within `start_timeout_s`. `updates` and `parts` are
-    the answers under way, by who gives them: of the last update and of the snapshot after it.
-    `linked` are actors with connections that no successor can take over: their death is final.
+    `actors` (by index) may still grow; `ownership` says which arenas each owns, `arena_path` where
+    one lies. `successor` starts an actor in the place of a dead one, which has `start_timeout_s` to
+    attach. `updates` and `parts` are the answers under way, by who gives them: of the last update
+    and of the snapshot after it. `linked` are actors with connections that no successor can take
+    over: their death is final.
     `others` are no actors of the team, and whoever waits for them replaces them.
     """
 
@@ -66,8 +78,11 @@ class OptimizerTeam:
         self.last = Update(0, 0.0, None)
         self.updates: dict[str, Any] = {}
         self.parts: dict[str, Any] = {}
+        self.ownership = Ownership()
         self.linked: Container[str] = ()
         self.others: Callable[[], Set[str]] = frozenset
+        self._moves: dict[str, Any] = {}
+        self._leaving: set[str] = set()
         self._folder = ""
         self._deaths: Counter[tuple[str, int]] = Counter()
         self._successor, self._arena_path, self._end = successor, arena_path, end
@@ -88,6 +103,44 @@ class OptimizerTeam:
         # An actor runs its calls in order: after that update, before the next one.
         self._folder = folder
         self.parts = {actor.name: self._ask_part(actor) for actor in self.actors}
+
+    def resize(
+        self, count: int, ownership: Ownership, *, joining: Sequence[Placed] = ()
+    ) -> Generator[Event, None, list[Placed]]:
+        """Goes on with `count` actors, of which those `joining` are new; returns those that went.
+
+        Between two updates: all answers to the last one and to its snapshot have been gathered.
+        Arenas are released by their old owners, then taken over by the new ones. Whoever dies on
+        the way is replaced as ever, by a successor that takes over what it is to own.
+        """
+        assert not self.parts, "a snapshot is being written"
+        before, self.ownership = self.ownership, ownership
+        self.actors.extend(joining)
+        self._leaving = {actor.name for actor in self.actors[count:]}
+        indices = range(len(self.actors))
+        lost = {index: ownership.lost(index, since=before) for index in indices}
+        yield from self._ask_of("releasing arenas", "release", lost)
+        gained = {index: ownership.gained(index, since=before) for index in indices}
+        paths = {index: self._paths(numbers) for index, numbers in gained.items()}
+        yield from self._ask_of("taking over arenas", "attach", paths)
+        gone = self.actors[count:]
+        del self.actors[count:]
+        for actor in gone:
+            self.updates.pop(actor.name, None)
+            self._end(actor.handle)
+        return gone
+
+    def _ask_of(self, what: str, method: str, arguments: Mapping[int, Any]) -> Iterator[Event]:
+        """Asks actors, by index, for `method` with their argument, where that is not empty."""
+        asked = [(self.actors[index], given) for index, given in arguments.items() if given]
+        self._moves = {
+            actor.name: getattr(actor.handle, method).remote(given) for actor, given in asked
+        }
+        yield from self.gather(what, self._start_timeout_s, self._moves)
+        self._moves = {}
+
+    def _paths(self, numbers: Iterable[int]) -> dict[int, str]:
+        return {number: self._arena_path(number) for number in numbers}
 
     def gather(
         self, what: str, timeout_s: float, *pending: dict[str, Any]
@@ -115,6 +168,10 @@ class OptimizerTeam:
     def _replace(self, death: Died) -> Iterator[Event]:
         began = time.perf_counter()
         who, step = death.who, self.last.step
+        if who in self._leaving:
+            # Its arenas are free, which is all that it was asked for.
+            self._moves.pop(who)
+            return
         self._deaths[who, step] += 1
         deaths = self._deaths[who, step]
         if deaths <= DEATHS_IN_A_STEP:  # else it is the last one, found again at the run's end
@@ -124,7 +181,10 @@ class OptimizerTeam:
         index = [actor.name for actor in self.actors].index(who)
         self._end(self.actors[index].handle)  # it may live, and only be out of reach
         actor = self.actors[index] = self._successor(index)
-        attached = {who: actor.handle.attach.remote(self._arena_path(index))}
+        paths = self._paths(self.ownership.of(index))
+        attached = {who: actor.handle.attach.remote(paths)}
+        if who in self._moves:
+            self._moves[who] = attached[who]
         # Asked at once, so that nothing is owed when a stop of the run cuts this off.
         self.updates[who] = actor.handle.finish.remote(*self.last)
         if self.parts:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -148,6 +149,25 @@ def start_optimizer(spec: Spec, index: int, node: str, *, logs: str, token: str)
     return Placed(f"optimizer {index}", handle, node)
 
 
+def arena_homes(spec: Spec, workers: Sequence[Placed], optimizers: Sequence[Placed]) -> list[str]:
+    """The node of each arena, on which it stays whoever owns it: spread as its owners are."""
+    if spec.cluster.optimizer_placement == "anywhere":
+        return [actor.node for actor in optimizers]
+    nodes = worker_nodes(workers)
+    return [nodes[number % len(nodes)] for number in range(spec.cluster.arenas)]
+
+
+def worker_nodes(workers: Sequence[Placed]) -> list[str]:
+    """The nodes with workers. Optimizer actors beside them are on these in turn, by index."""
+    return sorted({worker.node for worker in workers})
+
+
+def free_cpus() -> dict[str, float]:
+    """Of each node, as far as Ray knows now."""
+    # For developers, says Ray, but nothing public tells nodes apart.
+    return {node: free.get("CPU", 0.0) for node, free in available_resources_per_node().items()}
+
+
 def homes_beside(
     cluster: ClusterSpec, workers: Counter[str], cores: Mapping[str, float]
 ) -> list[str]:
@@ -207,43 +227,43 @@ def homes_anywhere(
     return homes
 
 
-def actors_beside(worker: Placed, optimizers: Sequence[Placed]) -> list[int]:
-    """The optimizer actors that share the worker's memory, by index."""
-    return [index for index, actor in enumerate(optimizers) if actor.node == worker.node]
+def arenas_beside(worker: Placed, homes: Sequence[str]) -> list[int]:
+    """The arenas, of which `homes` are the nodes, that share the worker's memory, by number."""
+    return [number for number, node in enumerate(homes) if node == worker.node]
 
 
-def actors_of(spec: Spec, worker: Placed, optimizers: Sequence[Placed]) -> list[int]:
-    """The optimizer actors that may hold the worker's buckets, by index."""
+def arenas_for(spec: Spec, worker: Placed, homes: Sequence[str]) -> list[int]:
+    """The arenas that may hold the worker's buckets, by number."""
     if spec.cluster.optimizer_placement == "anywhere":
-        return list(range(len(optimizers)))
-    return actors_beside(worker, optimizers)
+        return list(range(len(homes)))
+    return arenas_beside(worker, homes)
 
 
 def remote_ranks(
-    buckets: Sequence[Bucket], workers: Sequence[Placed], optimizers: Sequence[Placed]
+    buckets: Sequence[Bucket], workers: Sequence[Placed], homes: Sequence[str]
 ) -> dict[int, list[int]]:
-    """By actor the ranks that have buckets with it and do not share its memory."""
+    """By arena the ranks that have buckets in it and do not share its memory."""
     found: dict[int, set[int]] = {}
     for bucket in buckets:
-        if workers[bucket.rank].node != optimizers[bucket.actor].node:
-            found.setdefault(bucket.actor, set()).add(bucket.rank)
-    return {actor: sorted(ranks) for actor, ranks in sorted(found.items())}
+        if workers[bucket.rank].node != homes[bucket.arena]:
+            found.setdefault(bucket.arena, set()).add(bucket.rank)
+    return {arena: sorted(ranks) for arena, ranks in sorted(found.items())}
 
 
 def slab_regions(
-    sizes: Sequence[int], workers: Sequence[Placed], optimizers: Sequence[Placed]
+    sizes: Sequence[int], workers: Sequence[Placed], homes: Sequence[str]
 ) -> list[SlabRegion]:
-    """Each rank's boundaries live with the first actor of its node, in order of rank, on pages; or
+    """Each rank's boundaries live in the first arena of its node, in order of rank, on pages; or
     with the rank itself where there is none."""
-    used = dict.fromkeys(range(len(optimizers)), 0)
+    used = dict.fromkeys(range(len(homes)), 0)
     regions = []
     for worker, nbytes in zip(workers, sizes, strict=True):
-        actor = next(iter(actors_beside(worker, optimizers)), None)
-        if actor is None:
-            regions.append(SlabRegion(actor=None, offset=0, nbytes=nbytes))
+        arena = next(iter(arenas_beside(worker, homes)), None)
+        if arena is None:
+            regions.append(SlabRegion(arena=None, offset=0, nbytes=nbytes))
             continue
-        regions.append(SlabRegion(actor=actor, offset=used[actor], nbytes=nbytes))
-        used[actor] += -(-nbytes // _SLAB_ALIGNMENT) * _SLAB_ALIGNMENT
+        regions.append(SlabRegion(arena=arena, offset=used[arena], nbytes=nbytes))
+        used[arena] += -(-nbytes // _SLAB_ALIGNMENT) * _SLAB_ALIGNMENT
     return regions
 
 

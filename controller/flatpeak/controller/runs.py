@@ -5,6 +5,7 @@
         spec.yaml      the resolved spec
         steps.jsonl    one StepRecord a line
         events.jsonl   one RunEvent a line
+        scale.json     a request that the driver has not seen yet (`scale_requests`)
         snapshots/  logs/
         lock           held by the driver as long as it is in the folder
 
@@ -290,6 +291,11 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         ]
         return lambda: [record for reader in readers for record in reader.read()]
 
+    def follow_events(self) -> Callable[[], list[RunEvent]]:
+        """A function that returns the events since its last call."""
+        reader = _Appended(self.path / "events.jsonl", _EVENT)
+        return lambda: list(reader.read())
+
     def set_cluster(self, *, address: str, namespace: str) -> None:
         """Note the Ray cluster that the run uses, once it is up."""
         self._write_info(replace(self.info, address=address, namespace=namespace))
@@ -374,6 +380,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             folder.mkdir(exist_ok=True)
             with TemporaryFile(dir=folder):  # it may be there and not be ours to write
                 pass
+        (self.path / "scale.json").unlink(missing_ok=True)  # not meant for this start
         for name in ("steps.jsonl", "events.jsonl"):
             _cut_torn_line(self.path / name)
 

@@ -148,6 +148,8 @@ class ClusterSpec(Section):
     """Workers (W), one a device; more lowers each one's share of weights and tokens."""
     optimizers: Processes = 1
     """CPU actors that own the optimizer state; more shortens the update."""
+    max_optimizers: Processes | None = None
+    """Most that `flatpeak scale` may ask for; each one adds `slots` spare frames. null: no more."""
     optimizer_placement: Literal["beside", "anywhere"] = "beside"
     """anywhere takes nodes without workers first and spreads state over all, by the network."""
     address: str = "local"
@@ -166,6 +168,26 @@ class ClusterSpec(Section):
     """Longest wait for the start, and for an answer from another node; raise it if those lag."""
     step_timeout_s: Seconds = 1800.0
     """Longest wait for one step; raise it above the slowest step you expect."""
+
+    @model_validator(mode="after")
+    def there_are_arenas_for_all_optimizers(self) -> "ClusterSpec":
+        most = self.max_optimizers
+        if most is not None and most < self.optimizers:
+            raise ValueError(
+                f"max_optimizers = {most} is below optimizers = {self.optimizers}; set it to "
+                f"{self.optimizers} or more, or leave it out"
+            )
+        if most is not None and self.optimizer_placement == "anywhere":
+            raise ValueError(
+                "max_optimizers is for optimizer_placement = beside: with anywhere the actors "
+                "cannot change while the run goes on; leave it out"
+            )
+        return self
+
+    @property
+    def arenas(self) -> int:
+        """Into so many the optimizer state is cut; an actor owns one or more."""
+        return self.max_optimizers or self.optimizers
 
     @property
     def peer_timeout_s(self) -> float:

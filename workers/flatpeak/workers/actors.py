@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from flatpeak.kernels.adamw import LEAST_COMPILED
 from flatpeak.workers.arena import Arena, sweep_stale
+from flatpeak.workers.arena_owner import ArenaOwner
 from flatpeak.workers.buckets import Bucket, Shard
 from flatpeak.workers.errors import ClusterError, SnapshotFailed
 from flatpeak.workers.host_memory import Room, node_path, room
 from flatpeak.workers.metrics import NODE, MetricsServer, ProcessMetrics, Serving
 from flatpeak.workers.metrics.roles import OptimizerMetrics, WorkerMetrics
-from flatpeak.workers.optimizer import OptimizerCore
 from flatpeak.workers.remote import ArenaServer, RemoteArena, open_store
 from flatpeak.workers.settings import adamw_of
 from flatpeak.workers.snapshot import SnapshotPart, SnapshotReader, restore, write_snapshot_part
@@ -34,6 +35,7 @@ from flatpeak.workers.update_split import DeviceRates
 from flatpeak.workers.weights import open_weights
 
 if TYPE_CHECKING:
+    from flatpeak.controller.host_plan import PlannedArena
     from flatpeak.controller.spec import Spec
 
 log = logging.getLogger("flatpeak")
@@ -154,20 +156,20 @@ class TrainWorker(_Exporting):
         slab: SlabRegion,
         servers: dict[int, tuple[str, int]],
     ) -> None:
-        """`arenas` are on this node; `servers` (actor to address) have buckets of this rank on
-        others."""
+        """`arenas` (number to path) are on this node; `servers` (number to address) have buckets of
+        this rank on others, each at the actor of that number."""
         remote = {
-            actor: RemoteArena.connect(
+            number: RemoteArena.connect(
                 address,
-                actor=actor,
+                actor=number,
                 rank=self._rank,
                 host=_host(self._spec),
                 timeout_s=self._spec.cluster.start_timeout_s,
                 pinned=self._device.type == "cuda",
             )
-            for actor, address in servers.items()
+            for number, address in servers.items()
         }
-        paths = {actor: str(node_path(path)) for actor, path in arenas.items()}
+        paths = {number: str(node_path(path)) for number, path in arenas.items()}
         self._trainer.attach(buckets, paths, slab, remote=remote)
 
     def step(self, step: int) -> StepResult:
@@ -186,15 +188,14 @@ class TrainWorker(_Exporting):
 
 
 class OptimizerActor(_Exporting):
-    """Owner of one arena: fills it, updates it, writes it to disk, removes it."""
+    """Owner of arenas: fills them, updates them, writes them to disk, removes them."""
 
     def __init__(self, spec: "Spec", index: int, logs: str) -> None:
         log_to(logs, f"optimizer-{index}")
         log.info("optimizer %d, pid %d", index, os.getpid())
         torch.set_num_threads(spec.cluster.cpus_per_optimizer)
         self._spec, self._index = spec, index
-        self._arena: Arena | None = None
-        self._core: OptimizerCore | None = None
+        self._owner = ArenaOwner(spec.run, adamw_of(spec))
         self._server: ArenaServer | None = None
         self._metrics: OptimizerMetrics = OptimizerMetrics(spec, index)
 
@@ -203,52 +204,58 @@ class OptimizerActor(_Exporting):
         _sweep(self._spec)
 
     def create(
-        self, path: str, buckets: tuple[Bucket, ...], slab_bytes: int, snapshot: Path | None
+        self, planned: "dict[int, PlannedArena]", paths: dict[int, str], snapshot: Path | None
     ) -> None:
-        """Makes the arena at `path` and fills it from the snapshot or else afresh."""
+        """Makes the arenas at `paths` and fills them from the snapshot or else afresh."""
         spec = self._spec
-        arena = Arena.create(
-            node_path(path),
-            run=spec.run,
-            buckets=buckets,
-            spare_frames=spec.memory.optimizer.slots,
-            slab_bytes=slab_bytes,
-        )
-        self._arena = arena  # known from here on, so that `close` finds it if the rest fails
-        arena.own()
-        self._core = OptimizerCore(arena, adamw_of(spec))
+        for number, plan in planned.items():
+            self._owner.create(
+                number,
+                node_path(paths[number]),
+                buckets=plan.buckets,
+                spare_frames=spec.memory.optimizer.slots,
+                slab_bytes=plan.slab_bytes,
+            )
+        core = self._owner.core
         if snapshot is not None:
             with SnapshotReader(snapshot) as reader:
-                restore(self._core, reader)
+                restore(core, reader)
         else:
             weights = open_weights(spec)
-            for bucket in buckets:
+            for bucket in core.buckets:
                 for held in bucket.ranges:
-                    self._core.load(held, weights.read(held))
-            self._core.commit_load(0)
-        log.info("arena %s: %d buckets, %d bytes", arena.path, len(buckets), arena.nbytes)
+                    core.load(held, weights.read(held))
+            core.commit_load(0)
+        for arena in core.arenas:
+            log.info("arena %s: %d buckets, %d bytes", arena.path, len(arena.buckets), arena.nbytes)
 
     def serve(self, ranks: list[int]) -> tuple[str, int]:
-        """Lets workers of other nodes reach the arena; returns the address for them."""
+        """Lets workers of other nodes reach the one arena; returns the address for them."""
         cluster = self._spec.cluster
+        (arena,) = self._owner.core.arenas
         self._server = ArenaServer(
-            self.core.arena, ranks, host=_host(self._spec), timeout_s=cluster.start_timeout_s
+            arena, ranks, host=_host(self._spec), timeout_s=cluster.start_timeout_s
         )
         log.info("serving workers %s at %s:%d", ranks, *self._server.address)
         return self._server.address
 
-    def attach(self, path: str) -> None:
-        """Takes over the arena of a dead predecessor in the middle of whatever it did."""
-        self._arena = Arena.attach(node_path(path), run=self._spec.run)
-        self._arena.own(timeout_s=self._spec.cluster.start_timeout_s)
-        self._core = OptimizerCore(self._arena, adamw_of(self._spec))
-        versions = Counter(self._arena.version(bucket.index) for bucket in self._arena.buckets)
-        log.info("took over arena %s; buckets by step: %s", path, dict(versions))
+    def ready(self) -> None:
+        """Returns when this process would update at once: what it takes is imported and loaded."""
+        measure_host_rate(elements=LEAST_COMPILED)
 
-    @property
-    def core(self) -> OptimizerCore:
-        assert self._core is not None, "create() or attach() comes first"
-        return self._core
+    def attach(self, paths: dict[int, str]) -> None:
+        """Takes over arenas (number to path): handed over, or of a dead predecessor in the middle
+        of whatever it did."""
+        found = {number: node_path(path) for number, path in paths.items()}
+        self._owner.attach(found, timeout_s=self._spec.cluster.start_timeout_s)
+        core = self._owner.core
+        versions = Counter(map(core.version, core.buckets))
+        log.info("took over arenas %s; buckets by step: %s", [*paths], dict(versions))
+
+    def release(self, numbers: list[int]) -> None:
+        """Gives up these arenas, after all that it was asked to do with them."""
+        self._owner.release(numbers)
+        log.info("released arenas %s", numbers)
 
     def host_room(self) -> Room:
         """What this node has left for arenas."""
@@ -260,27 +267,34 @@ class OptimizerActor(_Exporting):
 
     def update(self, step: int, lr: float, clip_factor: float | None) -> None:
         """Returns when `step` is committed: also by the workers that update buckets themselves."""
-        self.core.update(step, lr=lr, clip_factor=clip_factor)
+        self._owner.forget()
+        self._owner.core.update(step, lr=lr, clip_factor=clip_factor)
         self._committed(step)
 
     def finish(self, step: int, lr: float, clip_factor: float | None) -> None:
         """`update` of the step that was asked of a dead predecessor, whatever it did of it."""
-        self.core.finish(step, lr=lr, clip_factor=clip_factor)
+        self._owner.core.finish(step, lr=lr, clip_factor=clip_factor)
         self._committed(step)
 
     def _committed(self, step: int) -> None:
-        self.core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
-        self._metrics.observe(self.core)
+        core = self._owner.core
+        core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
+        self._metrics.observe(core)
 
-    def snapshot(self, folder: str, step: int) -> SnapshotPart | SnapshotFailed:
-        """A disk that does not take it is an answer like another: the run goes on without."""
-        try:
-            return write_snapshot_part(folder, self.core.arena, actor=self._index, step=step)
-        except SnapshotFailed as error:
-            log.warning("%s", error)
-            return error
+    def snapshot(self, folder: str, step: int) -> list[SnapshotPart | SnapshotFailed]:
+        """Writes each arena that it owns, or says why not: the run goes on without."""
+        return [_part(folder, arena, number, step) for number, arena in self._owner.arenas.items()]
 
-    def close(self) -> None:
-        """Removes the arena's name; its memory goes with the last process that maps it."""
-        if self._arena is not None:
-            self._arena.unlink()
+    def close(self, paths: list[str]) -> None:
+        """Removes these names of arenas; their memory goes with the last process that maps them."""
+        for path in paths:
+            node_path(path).unlink(missing_ok=True)
+
+
+def _part(folder: str, arena: Arena, number: int, step: int) -> SnapshotPart | SnapshotFailed:
+    # An answer like another: the controller waits for those of all, and ends no run for it.
+    try:
+        return write_snapshot_part(folder, arena, number, step)
+    except SnapshotFailed as error:
+        log.warning("%s", error)
+        return error

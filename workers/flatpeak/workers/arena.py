@@ -1,4 +1,4 @@
-"""Arenas: named files in shared memory that hold buckets and the boundaries' slab of one actor.
+"""Arenas: named files in shared memory that hold buckets and the slab of boundaries.
 
 A bucket owns a gradient region and points at one frame (master, two moments, working weights).
 There are more frames than buckets. A new version is written to a free frame and becomes visible
@@ -9,7 +9,7 @@ File: header (magic, format, checksum, run, layout as JSON), a word a bucket, a 
 updates that made it), frames, gradient regions, slab. Frames have the size of the largest bucket
 among those they serve; buckets of less than half of that size have smaller frames of their own.
 
-One process at a time updates a bucket, and attaches anew to take over: the arena's actor, see
+One process at a time updates a bucket, and attaches anew to take over: the arena's owner, see
 `own`, or the worker whose device does it. Each has frames of its own, spare ones too, so that no
 two processes ever ask for the same frame. Any number read weights and write gradients. The flip is
 ordered after the frame's contents by x86-64's total store order; a CPU with weaker order, on which
@@ -44,7 +44,7 @@ from flatpeak.workers.registration import Registration
 SUFFIX = ".arena"
 _MAKING = ".making"
 _MAGIC = b"FLATPEAK"
-_FORMAT = 1
+_FORMAT = 2
 _RUN_BYTES = 128
 _PREFIX = struct.Struct(f"<8sIIQ{_RUN_BYTES}s")
 _LINE = 64
@@ -142,7 +142,7 @@ class _Layout:
 
 
 def arena_bytes(buckets: Sequence[Bucket], spare_frames: int, slab_bytes: int = 0) -> int:
-    """The exact size of the arena of one actor's `buckets`."""
+    """The exact size of the arena of these `buckets`."""
     return _Layout(buckets, spare_frames, slab_bytes).nbytes
 
 
@@ -182,7 +182,7 @@ class Arena:
         spare_frames: int,
         slab_bytes: int = 0,
     ) -> Self:
-        """Make the arena of one actor's `buckets`, all zeros and not loaded (version -1).
+        """Make the arena of these `buckets`, all zeros and not loaded (version -1).
 
         Its memory is allocated now, so that a write can not fail later. Raises `DoesNotFit` when
         the folder has no room and `ClusterError` when `path` exists, and leaves nothing behind.
@@ -232,12 +232,13 @@ class Arena:
             raise
 
     def own(self, *, rank: int | None = None, timeout_s: float = 0.0) -> None:
-        """Be the arena's actor, or its worker `rank`, until the process ends or it is closed.
+        """Be the arena's owner, or its worker `rank`, until it is disowned or closed, or the
+        process ends.
 
         A predecessor that was given up may still be in the middle of an update, or of a gradient:
-        waits until the kernel says that it has ended. Raises `WaitTimeout`.
+        waits until the kernel says that it has let go. Raises `WaitTimeout`.
         """
-        # A byte of the file for each who may write: the actor, then the ranks.
+        # A byte of the file for each who may write: the owner, then the ranks.
         seat = 0 if rank is None else 1 + rank
         lock = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, seat, 1, 0)
         deadline = time.monotonic() + timeout_s
@@ -252,6 +253,11 @@ class Arena:
                         f"{'its actor' if rank is None else f'worker {rank}'} does; end it"
                     ) from None
             time.sleep(_POLL_S[1])
+
+    def disown(self) -> None:
+        """Let another process be its owner. It stays mapped here, to be read at most."""
+        nobody = _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 1, 0)
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, nobody)
 
     def register(self, *, cudart: Any = None) -> None:
         """Make the mapping known to CUDA until it is closed; raises as `Registration` does."""
@@ -395,7 +401,7 @@ class Arena:
                 raise self._failure
             if time.monotonic() >= deadline:
                 raise WaitTimeout(
-                    f"bucket {i} of optimizer actor {self._bucket[i].actor} did not reach version "
+                    f"bucket {i} of arena {self._bucket[i].arena} did not reach version "
                     f"{version} within {timeout_s:g} s, it holds {held} ({self.path}); "
                     f"if {self._updater(i)} or cluster.step_timeout_s"
                 )
@@ -408,7 +414,7 @@ class Arena:
 
     def _updater(self, i: int) -> str:
         if self._bucket[i].updater is None:
-            return "the actor lives it is too slow: raise cluster.cpus_per_optimizer"
+            return "its optimizer actor lives it is too slow: raise cluster.cpus_per_optimizer"
         return (
             f"worker {self._bucket[i].rank}, which updates it, lives it is too slow: raise "
             "memory.optimizer.slots"

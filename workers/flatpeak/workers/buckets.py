@@ -4,8 +4,8 @@ A parameter element is addressed by the canonical name of its global parameter a
 there, whatever the layout of ranks. A `Shard` is what one worker rank alone writes gradients for;
 a `Bucket` is a run of at most `bucket_parameters` elements of one rank's shards, and the unit in
 which gradients arrive, masters are updated and weights go back. The cut is a pure function of the
-shards and does not depend on the actors, so that scaling the actors moves buckets and never
-re-cuts them.
+shards and does not depend on the arenas, and these do not on the actors that own them: scaling the
+actors hands arenas over and never re-cuts a bucket.
 """
 
 from bisect import bisect_right
@@ -53,15 +53,15 @@ class Shard:
 class Bucket:
     """Ranges that lie one after the other in each of the bucket's arrays.
 
-    Worker `rank` writes its gradients and fetches its weights, actor `actor` owns its arena.
-    `index` counts all buckets of the run in the order in which the next forward needs them. One
-    side alone updates it for the whole run: its actor where `update_on` is "host", its worker where
-    it is "device".
+    Worker `rank` writes its gradients and fetches its weights, arena `arena` holds it for the whole
+    run, whichever actor owns that. `index` counts all buckets of the run in the order in which the
+    next forward needs them. One side alone updates it for the whole run: the arena's owner where
+    `update_on` is "host", its worker where it is "device".
     """
 
     index: int
     rank: int
-    actor: int
+    arena: int
     ranges: tuple[Range, ...]
     dtype: str
     decay: bool
@@ -70,7 +70,7 @@ class Bucket:
 
     @property
     def updater(self) -> int | None:
-        """The rank of the worker that updates it; None for its actor."""
+        """The rank of the worker that updates it; None for the owner of its arena."""
         return self.rank if self.update_on == "device" else None
 
     @property
@@ -82,17 +82,17 @@ def cut_buckets(
     shards: Sequence[Shard],
     *,
     bucket_parameters: int,
-    actors_of_rank: Callable[[int], Sequence[int]],
+    arenas_of_rank: Callable[[int], Sequence[int]],
 ) -> tuple[Bucket, ...]:
     """Cut `shards`, given in order of first use in the forward, into buckets.
 
     The shards of one rank, dtype, decay and rule are cut in order into the fewest buckets of at
     most `bucket_parameters` elements. These are of equal size (to one element), because frames
-    are: a last bucket of odd size would waste most of its frame. Each bucket goes to the actor
-    with the fewest elements so far among `actors_of_rank(rank)`, in order of need, so that the
-    buckets a forward needs first come from all actors at once. Empty shards vanish.
+    are: a last bucket of odd size would waste most of its frame. Each bucket goes to the arena
+    with the fewest elements so far among `arenas_of_rank(rank)`, in order of need, so that the
+    buckets a forward needs first come from all arenas at once. Empty shards vanish.
 
-    Raises `InputError` for a size, dtype, rule or actor list that cannot work.
+    Raises `InputError` for a size, dtype, rule or list of arenas that cannot work.
     """
     _check(shards, bucket_parameters)
     groups: dict[tuple[int, str, bool, str], list[tuple[int, Range]]] = {}
@@ -114,15 +114,14 @@ def cut_buckets(
     load: dict[int, int] = {}
     buckets = []
     for index, (_, _, (rank, dtype, decay, rule), ranges) in enumerate(cut):
-        actors = actors_of_rank(rank)
-        if not actors:
+        arenas = arenas_of_rank(rank)
+        if not arenas:
             raise InputError(
-                f"no optimizer actor may hold the buckets of rank {rank}; "
-                "set cluster.optimizers to 1 or more"
+                f"no arena may hold the buckets of rank {rank}; set cluster.optimizers to 1 or more"
             )
-        actor = min(actors, key=lambda actor: (load.get(actor, 0), actor))
-        bucket = Bucket(index, rank, actor, ranges, dtype, decay, rule)
-        load[actor] = load.get(actor, 0) + bucket.size
+        arena = min(arenas, key=lambda arena: (load.get(arena, 0), arena))
+        bucket = Bucket(index, rank, arena, ranges, dtype, decay, rule)
+        load[arena] = load.get(arena, 0) + bucket.size
         buckets.append(bucket)
     return tuple(buckets)
 

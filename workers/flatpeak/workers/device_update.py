@@ -76,7 +76,7 @@ class _Flight:
 class DeviceUpdate:
     """Updates a rank's buckets that are to be updated on the device; it alone may do so.
 
-    `arenas` maps each bucket's actor to its arena. `targets` says what is refreshed in place, by
+    `arenas` are by number. `targets` says what is refreshed in place, by
     canonical name; other parameters are left to whoever fetches them. It may be set anew between
     updates. `slots` may be shared by several, of which one works at a time. Copies run beside the
     rest where the arenas are registered.
@@ -95,7 +95,7 @@ class DeviceUpdate:
         assert all(b.update_on == "device" and b.rule == "adamw" for b in buckets), "not ours"
         self.settings = settings
         self.buckets = sorted(buckets, key=lambda bucket: bucket.index)
-        self._arena = {bucket.index: arenas[bucket.actor] for bucket in buckets}
+        self._arena = {bucket.index: arenas[bucket.arena] for bucket in buckets}
         self.targets = targets or {}
         self._slots, self._streams = slots, streams
         self._flying: deque[_Flight] = deque()

@@ -49,7 +49,7 @@ def global_norm(squared: Tensor, group: dist.ProcessGroup | None = None) -> floa
 
 
 class BucketHome(Protocol):
-    """What holds the buckets of one actor, as a worker uses it: the `Arena` itself where both
+    """What holds the buckets of one arena, as a worker uses it: the `Arena` itself where both
     share memory, else a `RemoteArena`. Their methods do the same to the last bit."""
 
     def wait_version(self, i: int, version: int, *, timeout_s: float) -> None: ...
@@ -80,15 +80,15 @@ class BucketHome(Protocol):
 class GradientStream:
     """One rank's gradients into the arenas, and its weights out of them.
 
-    `buckets` are the rank's own, `arenas` maps each one's actor to what holds them. In one step:
+    `buckets` are the rank's own, `arenas` maps each one's arena to what holds them. In one step:
     `begin_step`, any number of `write`, `finish`, `squared_norm`; then the next forward's `fetch`.
     """
 
     def __init__(self, buckets: Sequence[Bucket], arenas: Mapping[int, BucketHome]) -> None:
         self._buckets = sorted(buckets, key=lambda bucket: bucket.index)
-        self._home = {bucket.index: arenas[bucket.actor] for bucket in buckets}
-        self._shares = {(bucket.actor, bucket.rank) for bucket in buckets}
-        self._homes = {actor: arenas[actor] for actor, _ in sorted(self._shares)}
+        self._home = {bucket.index: arenas[bucket.arena] for bucket in buckets}
+        self._shares = {(bucket.arena, bucket.rank) for bucket in buckets}
+        self._homes = {arena: arenas[arena] for arena, _ in sorted(self._shares)}
         self._index = BucketIndex(buckets)
         self._offsets = {
             bucket.index: list(running_sum((held.size for held in bucket.ranges), initial=0))
@@ -106,7 +106,7 @@ class GradientStream:
     def buckets_before(self, version: int) -> int:
         """How many buckets are not yet at `version`."""
         return sum(
-            self._homes[actor].count_before(version, rank=rank) for actor, rank in self._shares
+            self._homes[arena].count_before(version, rank=rank) for arena, rank in self._shares
         )
 
     def begin_step(self, *, version: int, timeout_s: float) -> None:
@@ -172,7 +172,7 @@ class GradientStream:
             for slot in sorted(self._written[bucket.index])
         ]
         self._settle()
-        # Added up in the order of the buckets, whichever actors they belong to.
+        # Added up in the order of the buckets, whichever arenas they lie in.
         total = torch.zeros((), dtype=torch.float64)
         for square in squares:
             total += square

@@ -1,4 +1,4 @@
-"""AdamW over the buckets of an arena.
+"""AdamW over the buckets of arenas.
 
 `update_bucket` is the one place with the maths. `OptimizerCore` is an optimizer actor without Ray;
 `OffloadStreamAdamW` is it and the worker's side (`gradients.GradientStream`) in one process,
@@ -95,18 +95,27 @@ class Counters:
 
 
 class OptimizerCore:
-    """What an optimizer actor does with its arena. The caller sets torch's number of threads.
+    """What an optimizer actor does with the arenas it owns. The caller sets torch's number of
+    threads.
 
-    A fresh arena gets masters by `load` (in pieces) or `load_gradients`, then `commit_load`. An
-    attached one goes on where its last process stopped, also in the middle of an update. `buckets`
-    limits it to some of the arena's.
+    Fresh arenas get masters by `load` (in pieces) or `load_gradients`, then `commit_load`. Attached
+    ones go on where their last process stopped, also in the middle of an update. `buckets` limits
+    it to some of the arenas'. `counters` are those of a core that this one follows.
     """
 
     def __init__(
-        self, arena: Arena, settings: AdamW, *, buckets: Sequence[Bucket] | None = None
+        self,
+        arenas: Sequence[Arena],
+        settings: AdamW,
+        *,
+        buckets: Sequence[Bucket] | None = None,
+        counters: Counters | None = None,
     ) -> None:
-        self.arena, self.settings, self.counters = arena, settings, Counters()
-        chosen = arena.buckets if buckets is None else buckets
+        self.arenas, self.settings = tuple(arenas), settings
+        self.counters = counters or Counters()
+        self._home = {bucket.index: arena for arena in arenas for bucket in arena.buckets}
+        chosen = [b for arena in arenas for b in arena.buckets] if buckets is None else buckets
+        # Over all arenas, so that an update keeps the order in which the forward needs them.
         self.buckets = sorted(chosen, key=lambda bucket: bucket.index)
         self._updated = [bucket for bucket in self.buckets if bucket.updater is None]
         self._index = BucketIndex(self.buckets)
@@ -114,7 +123,10 @@ class OptimizerCore:
     @property
     def step(self) -> int:
         """The last committed step; -1 until `commit_load`, and always without buckets."""
-        return min((self.arena.version(b.index) for b in self.buckets), default=-1)
+        return min(map(self.version, self.buckets), default=-1)
+
+    def version(self, bucket: Bucket) -> int:
+        return self._home[bucket.index].version(bucket.index)
 
     def load(
         self,
@@ -141,14 +153,15 @@ class OptimizerCore:
         Their `GradientStream.finish` must have returned 0: what was not written would load as 0.
         """
         for bucket in self.buckets:
-            frame = self.arena.frame(bucket.index)
-            frame.master.copy_(self.arena.gradient(bucket.index))
+            arena = self._home[bucket.index]
+            frame = arena.frame(bucket.index)
+            frame.master.copy_(arena.gradient(bucket.index))
             frame.weights.copy_(frame.master)
 
     @property
     def updates(self) -> int:
         """How many updates the state has seen: committed steps less skipped ones."""
-        return max((self.arena.updates(bucket.index) for bucket in self.buckets), default=0)
+        return max((self._home[b.index].updates(b.index) for b in self.buckets), default=0)
 
     def read(self, held: Range) -> tuple[Tensor, Tensor, Tensor]:
         """A copy of master, exp_avg and exp_avg_sq, each [held.size], of elements `held`."""
@@ -170,13 +183,14 @@ class OptimizerCore:
         for piece in self._index.pieces(held.name, held.start, held.stop):
             size = piece.stop - piece.start
             start = piece.start - held.start
-            frame = self.arena.frame(piece.bucket.index)
+            frame = self._home[piece.bucket.index].frame(piece.bucket.index)
             yield frame, slice(piece.offset, piece.offset + size), slice(start, start + size)
 
     def commit_load(self, step: int, *, updates: int | None = None) -> None:
         """Let all buckets be version `step`, after `updates` updates (default: `step`)."""
+        count = step if updates is None else updates
         for bucket in self.buckets:
-            self.arena.advance(bucket.index, step, updates=step if updates is None else updates)
+            self._home[bucket.index].advance(bucket.index, step, updates=count)
 
     def update(self, step: int, *, lr: float, clip_factor: float | None) -> None:
         """Bring buckets to version `step`, in the order in which the next forward needs them.
@@ -190,10 +204,10 @@ class OptimizerCore:
         factor = clip_factor if clip_factor is not None and math.isfinite(clip_factor) else None
         start = time.perf_counter()
         for bucket in self._updated:
-            if self.arena.version(bucket.index) == step:
+            if self.version(bucket) == step:
                 continue  # updated before this process took over
             if factor is None:
-                self.arena.advance(bucket.index, step)
+                self._home[bucket.index].advance(bucket.index, step)
             else:
                 self._update_bucket(bucket, step, lr, factor)
         self.counters.update_s += time.perf_counter() - start
@@ -202,17 +216,17 @@ class OptimizerCore:
 
     def finish(self, step: int, *, lr: float, clip_factor: float | None) -> None:
         """`update` by a process that took over: all of it may have been done already."""
-        if any(self.arena.version(bucket.index) != step for bucket in self._updated):
+        if any(self.version(bucket) != step for bucket in self._updated):
             self.update(step, lr=lr, clip_factor=clip_factor)
 
     def wait_for_workers(self, step: int, *, timeout_s: float) -> None:
         """Return when `step` is committed: all buckets have it. Raises `WaitTimeout`."""
         for bucket in self.buckets:
-            self.arena.wait_version(bucket.index, step, timeout_s=timeout_s)
+            self._home[bucket.index].wait_version(bucket.index, step, timeout_s=timeout_s)
 
     def _update_bucket(self, bucket: Bucket, step: int, lr: float, clip_factor: float) -> None:
         update_bucket(
-            self.arena,
+            self._home[bucket.index],
             bucket.index,
             step=step,
             lr=lr,
@@ -225,12 +239,13 @@ class OptimizerCore:
     def _check_next(self, step: int) -> None:
         if not self._updated:
             return
-        committed = min(self.arena.version(bucket.index) for bucket in self._updated)
+        last = min(self._updated, key=self.version)
+        committed, path = self.version(last), self._home[last.index].path
         if committed < 0:
-            raise RunFailed(f"step {step} was asked of {self.arena.path} before it was loaded")
+            raise RunFailed(f"step {step} was asked of {path} before it was loaded")
         if step != committed + 1:
             raise RunFailed(
-                f"step {step} was asked of {self.arena.path}, which has committed step "
+                f"step {step} was asked of {path}, which has committed step "
                 f"{committed}: a step is applied once and none is left out"
             )
 
@@ -300,14 +315,14 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
             if p.requires_grad
         ]
         buckets = cut_buckets(
-            shards, bucket_parameters=bucket_parameters, actors_of_rank=lambda rank: [0]
+            shards, bucket_parameters=bucket_parameters, arenas_of_rank=lambda rank: [0]
         )
         device = self._device()
         buckets = _divided(buckets, update_on, device, slots)
         self._arena = _open_arena(arena, buckets, slots)
         self._stream = GradientStream(buckets, {0: self._arena})
         self._cores = [
-            OptimizerCore(self._arena, AdamW(), buckets=[b for b in buckets if b.rank == number])
+            OptimizerCore([self._arena], AdamW(), buckets=[b for b in buckets if b.rank == number])
             for number in range(len(self.param_groups))
         ]
         self._on_device = self._device_updates(buckets, device, slots)

@@ -53,9 +53,9 @@ _VERIFIERS = 8
 
 @dataclass(frozen=True)
 class SnapshotPart:
-    """What one actor wrote: a file of `nbytes` in the snapshot's folder, with all its state at
-    version `step` after `updates` updates (None when the actor has no bucket). Block n of the file
-    has record batch n; the last one has Arrow's footer."""
+    """Of one arena: a file of `nbytes` in the snapshot's folder, with all its state at version
+    `step` after `updates` updates (None when the arena has no bucket). Block n of the file has
+    record batch n; the last one has Arrow's footer."""
 
     file: str
     nbytes: int
@@ -68,15 +68,15 @@ def snapshot_folder(run_folder: str | Path, step: int) -> Path:
     return Path(run_folder) / "snapshots" / f"step-{step}"
 
 
-def write_snapshot_part(folder: str | Path, arena: Arena, actor: int, step: int) -> SnapshotPart:
-    """Write the arena's state as of `step` into `folder` and make it durable.
+def write_snapshot_part(folder: str | Path, arena: Arena, number: int, step: int) -> SnapshotPart:
+    """Write the state of the arena of this number as of `step` into `folder`, and make it durable.
 
     May run beside gradients and weights of the next step, but not beside its update: raises
     `RunFailed` when a bucket is not, or does not stay, at version `step`. Takes no memory beyond
     the arena itself, and of the page cache SYNC_BYTES and a bucket. The part counts once
     `commit_manifest` lists it. Raises `SnapshotFailed` when the disk does not take it.
     """
-    path = Path(folder) / f"actor-{actor}-{secrets.token_hex(4)}.arrow"
+    path = Path(folder) / f"arena-{number}-{secrets.token_hex(4)}.arrow"
     updates: set[int] = set()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -78,10 +78,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class SlabRegion:
-    """Where a rank keeps its boundaries: bytes [offset, offset + nbytes) of an actor's slab, or of
-    one of its own where no actor shares its memory."""
+    """Where a rank keeps its boundaries: bytes [offset, offset + nbytes) of an arena's slab, or of
+    one of its own where there is no arena on its node."""
 
-    actor: int | None
+    arena: int | None
     offset: int
     nbytes: int
 
@@ -162,20 +162,20 @@ class Trainer:
         *,
         remote: Mapping[int, RemoteArena] = MappingProxyType({}),
     ) -> None:
-        """Maps the arenas (actor to path) that hold this rank's buckets and its boundary slab.
+        """Maps the arenas (number to path) that hold this rank's buckets and its boundary slab.
 
-        Buckets of the actors in `remote` are reached through that.
+        Buckets of the arenas in `remote` are reached through that.
         """
         own = tuple(bucket for bucket in buckets if bucket.rank == self.rank)
-        actors = {bucket.actor for bucket in own} - remote.keys() | {slab.actor}
+        used = {bucket.arena for bucket in own} - remote.keys() | {slab.arena}
         mapped = {
-            actor: Arena.attach(path, run=self.spec.run)
-            for actor, path in arenas.items()
-            if actor in actors
+            number: Arena.attach(path, run=self.spec.run)
+            for number, path in arenas.items()
+            if number in used
         }
         for arena in mapped.values():
             arena.own(rank=self.rank, timeout_s=self.spec.cluster.peer_timeout_s)
-        boundaries = self._own_arena(slab) if slab.actor is None else mapped[slab.actor]
+        boundaries = self._own_arena(slab) if slab.arena is None else mapped[slab.arena]
         if self.device.type == "cuda":
             for arena in {*mapped.values(), boundaries}:
                 arena.register()

@@ -18,6 +18,7 @@ MARKED = frozenset(
         "snapshot_failed",
         "optimizer_lost",
         "optimizer_replaced",
+        "optimizers_scaled",
         "worker_lost",
         "workers_replaced",
         "interrupted",

@@ -61,5 +61,5 @@ class OptimizerMetrics(ProcessMetrics):
         self.add("updated_buckets_total", buckets)
         self.add("updated_parameters_total", parameters)
         self.add("update_seconds_total", seconds)
-        self.set("arena_bytes", core.arena.nbytes)
+        self.set("arena_bytes", sum(arena.nbytes for arena in core.arenas))
         self.set("optimizer_step", core.step)
