@@ -49,7 +49,7 @@ class SavedRun:
             )
             for name, size in self.sizes.items()
         ]
-        buckets = cut_buckets(shards, bucket_parameters=3000, actors_of_rank=lambda rank: [0])
+        buckets = cut_buckets(shards, bucket_parameters=3000, arenas_of_rank=lambda rank: [0])
         path = self.folder.path / "saved.arena"
         self.arena = Arena.create(path, run=spec.run, buckets=buckets, spare_frames=1)
         self.arena.unlink()

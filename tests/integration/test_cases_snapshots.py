@@ -83,12 +83,12 @@ def restored(spec: Spec, snapshot: Path, folder: Path, *, actors: int) -> list[O
     buckets = cut_buckets(
         shards_of(spec),
         bucket_parameters=spec.memory.optimizer.bucket_parameters,
-        actors_of_rank=lambda rank: range(actors),
+        arenas_of_rank=lambda rank: range(actors),
     )
     cores = []
     with SnapshotReader(snapshot, verify=True) as reader:
         for actor in range(actors):
-            own = [bucket for bucket in buckets if bucket.actor == actor]
+            own = [bucket for bucket in buckets if bucket.arena == actor]
             path = folder / f"{actor}.arena"
             arena = Arena.create(path, run=spec.run, buckets=own, spare_frames=1)
             cores.append(OptimizerCore([arena], adamw_of(spec)))

@@ -341,7 +341,7 @@ def test_memory_while_saving_is_bounded_and_the_same_after_every_snapshot(tmp_pa
     """A process's own memory, what Arrow holds, and the page cache of the files."""
     elements = 12_000_000
     shards = [Shard(Range("p", 0, elements), 0, "bfloat16", True)]
-    buckets = cut_buckets(shards, bucket_parameters=250_000, actors_of_rank=lambda rank: [0])
+    buckets = cut_buckets(shards, bucket_parameters=250_000, arenas_of_rank=lambda rank: [0])
     with Arena.create(tmp_path / "0.arena", run="r", buckets=buckets, spare_frames=1) as arena:
         for b in buckets:
             arena.advance(b.index, 1)
