@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from flatpeak.controller.resume import parameter_sizes, snapshot_meta
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec, parse_spec
 from flatpeak.workers.arena import Arena
@@ -25,7 +26,13 @@ from flatpeak.workers.data import NO_TARGET, Sample
 from flatpeak.workers.optimizer import OptimizerCore, clipping_factor
 from flatpeak.workers.plain import PlainTrainer, plain_model
 from flatpeak.workers.settings import adamw_of, samples_of
-from flatpeak.workers.snapshot import SnapshotReader
+from flatpeak.workers.snapshot import (
+    SnapshotReader,
+    commit_manifest,
+    restore,
+    snapshot_folder,
+    write_snapshot_part,
+)
 from flatpeak.workers.trainer import SlabRegion, StepResult, Trainer
 from flatpeak.workers.update_split import assign_updates
 from flatpeak.workers.weights import open_weights
@@ -148,17 +155,18 @@ def train_locally(
     folder: Path,
     *,
     source: SampleSource | None = None,
-    after: Outcome | None = None,
+    after: Outcome | Path | None = None,
 ) -> Outcome:
     """Runs `spec` (degrees resolved) on as many processes as it has workers.
 
-    `after` is an earlier part of the run, which this one continues to the last step.
+    `after` is an earlier part of the run, or a snapshot of it, which this one continues to the last
+    step.
     """
     return run_ranks(spec.cluster.workers, _rank_main, spec, str(folder), source, after)[0]
 
 
 def _rank_main(
-    rank: int, spec: Spec, folder: str, source: SampleSource | None, after: Outcome | None
+    rank: int, spec: Spec, folder: str, source: SampleSource | None, after: Outcome | Path | None
 ) -> Outcome:
     return LocalRun(rank, spec, folder, source=source, after=after).train()
 
@@ -173,12 +181,12 @@ class LocalRun:
         folder: str,
         *,
         source: SampleSource | None = None,
-        after: Outcome | None = None,
+        after: Outcome | Path | None = None,
     ) -> None:
         # The trainer is to give FSDP2 no reason for it.
         warnings.filterwarnings("error", message="FSDP2-wrapped")
         self.spec, self.outcome = spec, Outcome()
-        self.step = after.results[-1].step if after else 0
+        self.step = step_after(after)
         self.trainer = Trainer(spec, rank=rank, device=torch.device("cpu"))
         if source is not None:
             self.trainer.open_samples = lambda: source
@@ -228,6 +236,16 @@ class LocalRun:
             self.core.update(result.step, lr=rate, clip_factor=factor)
             self.core.wait_for_workers(result.step, timeout_s=60)
 
+    def save(self, run_folder: Path) -> None:
+        """Writes a snapshot, on the rank that holds the state."""
+        if self.core is None:
+            return
+        folder = snapshot_folder(run_folder, self.step)
+        part = write_snapshot_part(folder, self.core.arenas[0], 0, self.step)
+        held = (held for bucket in self.core.buckets for held in bucket.ranges)
+        meta = snapshot_meta(self.spec, parameter_sizes(held))
+        commit_manifest(folder, step=self.step, parts=[part], meta=meta)
+
     def close(self) -> Outcome:
         if self.core is not None:
             self.outcome.parameters = _whole(self.core, "master")
@@ -238,7 +256,7 @@ class LocalRun:
 
 
 def _make_core(
-    spec: Spec, path: str, buckets: Any, slab_bytes: int, after: Outcome | None
+    spec: Spec, path: str, buckets: Any, slab_bytes: int, after: Outcome | Path | None
 ) -> OptimizerCore:
     arena = Arena.create(
         path,
@@ -247,7 +265,12 @@ def _make_core(
         spare_frames=spec.memory.optimizer.slots,
         slab_bytes=slab_bytes,
     )
-    core, weights = OptimizerCore([arena], adamw_of(spec)), open_weights(spec)
+    core = OptimizerCore([arena], adamw_of(spec))
+    if isinstance(after, Path):
+        with SnapshotReader(after) as reader:
+            restore(core, reader)
+        return core
+    weights = open_weights(spec)
     for held in (held for bucket in buckets for held in bucket.ranges):
         if after is None:
             core.load(held, weights.read(held))
@@ -255,8 +278,16 @@ def _make_core(
             part = slice(held.start, held.stop)
             state = (after.parameters, *after.moments)
             core.load(held, *(values[held.name][part] for values in state))
-    core.commit_load(after.results[-1].step if after else 0)
+    core.commit_load(step_after(after))
     return core
+
+
+def step_after(part: Outcome | Path | None) -> int:
+    """The last step of an earlier part of a run."""
+    if isinstance(part, Path):
+        with SnapshotReader(part) as reader:
+            return reader.step
+    return part.results[-1].step if part else 0
 
 
 def _keep_gradients(core: OptimizerCore, outcome: Outcome) -> None:

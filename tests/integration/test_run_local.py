@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
 
 from driven_run import Driver, driving, flatpeak, load, tiny_job
 from flatpeak.controller.schedule import lr
@@ -48,8 +50,8 @@ def test_a_run_equals_training_without_ray_and_leaves_its_folder_and_nothing_els
         ended = driver.end()
         assert driver.left() == []
     assert (ended.code, ended.err) == (0, "")
-    wanted = [result.loss for result in train_locally(job, tmp_path).results]
-    assert [step["loss"] for step in ended.steps()] == pytest.approx(wanted, abs=1e-6)
+    trained = train_locally(job, tmp_path)
+    assert [step["loss"] for step in ended.steps()] == pytest.approx(trained.losses, abs=1e-6)
     warning = next(line for line in ended.out if line.get("kind") == "warning")
     assert f"2 workers x {cores} and 2 optimizer actors x 1" in warning["detail"]["text"]
     assert f"ask for {2 * cores + 2} cores, this machine has {cores}" in warning["detail"]["text"]
@@ -73,6 +75,12 @@ def test_a_run_equals_training_without_ray_and_leaves_its_folder_and_nothing_els
     assert {"total", "dispatch", "vocabulary"} <= {row["component"] for row in peaks}
     for losses in (tensorboard_losses(run.path), wandb_losses(run.path)):
         assert losses == {step["step"]: pytest.approx(step["loss"]) for step in ended.steps()}
+    arguments = ["--to", "exported", "--runs-dir", job.runs_dir, "--json"]
+    exported = flatpeak("export", job.run, *arguments, folder=tmp_path)
+    assert (exported.returncode, json.loads(exported.stdout)["step"]) == (0, 4)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
+    for name, master in trained.parameters.items():
+        torch.testing.assert_close(loaded[name].flatten(), master, rtol=1e-4, atol=1e-6)
     after = status(job, tmp_path)
     assert (after["state"], after["step"], after["loss"]) == ("done", 4, ended.steps()[-1]["loss"])
 
@@ -116,6 +124,7 @@ def test_a_killed_driver_takes_its_ray_along_and_the_run_goes_on_from_its_snapsh
     assert (ended.code, ended.err) == (0, "")
     assert [step["step"] for step in ended.steps()] == [saved + 1, saved + 2]
     records = driver.run.steps()
+    assert [record.step for record in records] == list(range(1, saved + 3)), "a step has no record"
     assert [record.first_sample for record in records] == [4 * (r.step - 1) for r in records]
 
 

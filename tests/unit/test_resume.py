@@ -52,6 +52,12 @@ def write_snapshot(tmp_path: Path, step: int) -> Path:
     return folder
 
 
+def resumed(tmp_path: Path) -> Path:
+    found = snapshot_to_resume(job(tmp_path), tmp_path / "r")
+    assert found is not None
+    return found.snapshot
+
+
 def damage(folder: Path) -> None:
     for part in folder.glob("*.arrow"):
         part.write_bytes(part.read_bytes()[:-1])
@@ -60,7 +66,11 @@ def damage(folder: Path) -> None:
 def test_the_newest_whole_snapshot_is_gone_on_from(tmp_path):
     good = write_snapshot(tmp_path, 6)
     damage(write_snapshot(tmp_path, 9))
-    assert snapshot_to_resume(job(tmp_path), tmp_path / "r") == good
+    found = snapshot_to_resume(job(tmp_path), tmp_path / "r")
+    assert found is not None
+    assert found.snapshot == good
+    (warning,) = found.warnings
+    assert warning.startswith("step-9 is left out: ")
 
 
 def test_a_run_without_snapshots_starts_afresh(tmp_path):
@@ -78,7 +88,7 @@ def test_damaged_snapshots_do_not_push_out_a_whole_one(tmp_path):
     for step in (9, 12):
         damage(write_snapshot(tmp_path, step))
     keep_last(tmp_path / "r", 2)
-    assert snapshot_to_resume(job(tmp_path), tmp_path / "r") == good
+    assert resumed(tmp_path) == good
 
 
 def test_a_run_that_would_read_other_samples_is_refused(tmp_path):
@@ -102,3 +112,29 @@ def test_a_snapshot_of_another_model_is_refused(tmp_path, sizes):
         check_parameters(reader, SIZES)
         with pytest.raises(CheckpointError, match="is a snapshot of another model: 1 parameters"):
             check_parameters(reader, sizes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, []),
+        ({"schedule": {"decay": "cosine", "decay_steps": 20}, "steps": 40}, []),
+        (
+            {"steps": 40},
+            [
+                "the learning rate of step 7 is 0.0002",
+                "step-6 had 0.0002",
+                "--set train.schedule.decay_steps=20 keeps the end of before",
+            ],
+        ),
+        ({"lr": 1e-3}, ["the learning rate of step 7 is 0.0007", "train.lr"]),
+    ],
+    ids=["the same", "more steps, the same decay", "more steps", "another rate"],
+)
+def test_another_learning_rate_after_a_resume_is_said(tmp_path, changes, says):
+    write_snapshot(tmp_path, 6)
+    found = snapshot_to_resume(job(tmp_path, **changes), tmp_path / "r")
+    assert found is not None
+    assert len(found.warnings) == bool(says)
+    for part in says:
+        assert part in found.warnings[0]

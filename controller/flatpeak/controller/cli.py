@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -268,6 +268,40 @@ def report(run: RunName, runs_dir: RunsDir = Path("runs"), as_json: Json = False
     from flatpeak.controller.runs import RunFolder
 
     _say("wrote", [str(write_report(RunFolder.open(runs_dir, run)))], as_json=as_json)
+
+
+@app.command()
+def export(
+    run: RunName,
+    to: Annotated[Path, typer.Option(metavar="DIR", help="Where to: new, or empty.")],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Of this step; the newest whole one without.")
+    ] = None,
+    dtype: Annotated[
+        Literal["train", "float32", "bfloat16"],
+        typer.Option(help="Of the weights; train is what the run trains in."),
+    ] = "train",
+    optimizer_state: Annotated[
+        bool, typer.Option("--optimizer-state", help="Masters and moments too, in fp32.")
+    ] = False,
+    runs_dir: RunsDir = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Write a snapshot of a run as a Hugging Face model that transformers loads."""
+    from flatpeak.controller.runs import RunFolder
+
+    folder = RunFolder.open(runs_dir, run)
+
+    from flatpeak.controller.export import export_run
+
+    done = export_run(folder, to, step=step, dtype=dtype, optimizer_state=optimizer_state)
+    if as_json:
+        print(json.dumps(asdict(done)))
+        return
+    for text in done.skipped:
+        print(f"flatpeak: {text}", file=sys.stderr)
+    size = f"{done.parameters:,} parameters in {done.dtype}"
+    print(f"wrote {done.folder}: {size}, step {done.step} of {done.run}")
 
 
 boards = typer.Typer(help="Grafana dashboards of the peaks: as files, or pushed.")

@@ -46,13 +46,8 @@ from flatpeak.controller.placement import (
     start_workers,
     sweep_nodes,
 )
-from flatpeak.controller.resume import (
-    check_parameters,
-    parameter_sizes,
-    snapshot_meta,
-    snapshot_to_resume,
-)
-from flatpeak.controller.runs import Event, RunEvent, event
+from flatpeak.controller.resume import check_parameters, parameter_sizes, snapshot_meta
+from flatpeak.controller.runs import Event, RunEvent, RunFolder, event
 from flatpeak.controller.scale_requests import DONE, REFUSED
 from flatpeak.controller.scaling import Capacity, Change, Refused, Scaling, handed_over
 from flatpeak.controller.schedule import lr
@@ -62,13 +57,21 @@ from flatpeak.controller.waiting import Died, Interrupted, collect, listed
 from flatpeak.controller.worker_group import WorkerGroup
 from flatpeak.workers.actors import log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
-from flatpeak.workers.errors import FlatpeakError, RunFailed, WaitTimeout
+from flatpeak.workers.errors import (
+    CheckpointError,
+    FlatpeakError,
+    RunFailed,
+    SnapshotFailed,
+    WaitTimeout,
+)
 from flatpeak.workers.host_memory import HostMemory
 from flatpeak.workers.metrics import Serving
 from flatpeak.workers.optimizer import clipping_factor
 from flatpeak.workers.snapshot import (
+    SnapshotPart,
     SnapshotReader,
     commit_manifest,
+    discard_parts,
     keep_last,
     snapshot_folder,
 )
@@ -85,11 +88,15 @@ class Controller:
     """A Ray actor with two threads: one runs the training, the other hears `stop` and `scale`.
 
     `folder` is the run folder; the spec's degrees are resolved; `token` marks this launch in names
-    that all runs share.
+    that all runs share; `snapshot` is what the run goes on from, checked by the driver.
     """
 
-    def __init__(self, spec: Spec, folder: str, token: str, serving: Serving | None) -> None:
+    def __init__(
+        self, spec: Spec, folder: str, token: str, serving: Serving | None, snapshot: str | None
+    ) -> None:
         self.spec, self.folder, self._token = spec, Path(folder), token
+        self._records = RunFolder(self.folder)
+        self._resumed = None if snapshot is None else Path(snapshot)
         self._serving = serving
         self._metrics = RunMetrics(spec)
         log_to(str(self.folder / "logs"), "controller")
@@ -119,6 +126,8 @@ class Controller:
         )
         self._committed = 0
         self._saved = 0
+        self._written: tuple[int, dict[str, Any]] | None = None
+        self._unsaved: FlatpeakError | None = None
         self._sizes: dict[str, int] = {}
         self._on_device = False  # whether workers update buckets
         self._unstoppable = False  # while the run ends, and while arenas change hands
@@ -138,6 +147,10 @@ class Controller:
         """Trains to the last step; yields what happens as it happens."""
         for happened in self._run():
             self._metrics.observe(happened)
+            if not isinstance(happened, RunEvent):
+                # Here, since a driver that is killed reads no more of what was done until then, and
+                # a snapshot may be of that.
+                self._records.record(happened)
             yield happened
             if isinstance(happened, RunEvent):
                 yield from self._follow_actors(happened)
@@ -157,9 +170,10 @@ class Controller:
             yield event(end, step=self._committed)
         except Exception as error:
             log.exception("the run failed")
-            # Who did not answer a whole step long will not do so now.
-            timeout = _CLOSE_S if isinstance(error, WaitTimeout) else self._patience_s
-            yield from self._keep_what_can_be(timeout)
+            if error is not self._unsaved:  # else it is the last attempt that failed
+                # Who did not answer a whole step long will not do so now.
+                timeout = _CLOSE_S if isinstance(error, WaitTimeout) else self._patience_s
+                yield from self._keep_what_can_be(timeout)
             raise
         finally:
             self._teardown()
@@ -279,7 +293,7 @@ class Controller:
         """Returns the bytes of host memory taken on each node."""
         self._on_device = any(bucket.updater is not None for bucket in buckets)
         self._sizes = parameter_sizes(held for bucket in buckets for held in bucket.ranges)
-        snapshot = snapshot_to_resume(self.spec, self.folder)
+        snapshot = self._resumed
         if snapshot is not None:
             with SnapshotReader(snapshot) as reader:
                 check_parameters(reader, self._sizes)
@@ -378,7 +392,7 @@ class Controller:
             began = time.perf_counter()
             answers = yield from self._step(step)
             self._committed = self._team.last.step
-            yield from self._commit_snapshot()
+            yield from self._gather_snapshot()
             self._results = {worker.name: answers[worker.name] for worker in self._workers}
             actors = {actor.name for actor in self._optimizers}
             self._host_memory = {who: answers[who] for who in actors & answers.keys()}
@@ -400,6 +414,7 @@ class Controller:
         """Forward and backward of `step` and the end of the update before it; the answers."""
         while True:
             refs = {w.name: w.handle.step.remote(step) for w in self._workers}
+            yield from self._commit_snapshot()  # the files of the one before, beside the step
             try:
                 # The optimizer actors are watched too: without them the workers wait in vain.
                 return (
@@ -461,8 +476,12 @@ class Controller:
     def _begin_snapshot(self) -> None:
         self._team.snapshot(str(snapshot_folder(self.folder, self._team.last.step)))
 
-    def _commit_snapshot(self) -> Iterator[Event]:
-        """Waits for the snapshot under way, if there is one, which is of the committed step."""
+    def _gather_snapshot(self) -> Iterator[Event]:
+        """Waits for the snapshot under way, if there is one, which is of the committed step.
+
+        The actors write it beside the next step, and no update is asked for before they are done:
+        until then the state is that of the snapshot.
+        """
         if not self._team.parts:
             return
         step, timeout = self._committed, self.spec.cluster.step_timeout_s
@@ -474,18 +493,40 @@ class Controller:
             self._team.parts = {}  # not to be waited for again at the end
             raise
         self._team.parts = {}
-        written = [part for of_actor in parts.values() for part in of_actor]
-        if len(written) != len(self._arenas):
-            raise RunFailed(
-                f"the snapshot of step {step} has {len(written)} of {len(self._arenas)} arenas: "
-                "the run ended while the others changed hands; resume from the one before"
-            )
+        self._written = step, parts
+
+    def _commit_snapshot(self) -> Iterator[Event]:
+        """Makes what was written a snapshot; files and folders take their time, but no state."""
+        if self._written is None:
+            return
+        (step, answers), self._written = self._written, None
         folder = snapshot_folder(self.folder, step)
-        meta = snapshot_meta(self.spec, self._sizes)
-        commit_manifest(folder, step=step, parts=written, meta=meta)
-        keep_last(self.folder, self.spec.snapshots.keep)
-        self._saved = step
+        found = [(who, part) for who, of_actor in answers.items() for part in of_actor]
+        parts = [part for _, part in found if isinstance(part, SnapshotPart)]
+        try:
+            if failures := [f"{who}: {e}" for who, e in found if isinstance(e, SnapshotFailed)]:
+                raise SnapshotFailed("; ".join(failures))
+            if len(parts) != len(self._arenas):
+                raise SnapshotFailed(
+                    f"it has {len(parts)} of {len(self._arenas)} arenas: the run ended while the "
+                    "others changed hands; resume from the one before"
+                )
+            meta = snapshot_meta(self.spec, self._sizes)
+            commit_manifest(folder, step=step, parts=parts, meta=meta)
+        except (SnapshotFailed, CheckpointError) as error:
+            # The state is well, and the last snapshot is kept: the next attempt may do better.
+            self._unsaved = error
+            discard_parts(folder, parts)
+            yield event("snapshot_failed", step=step, reason=str(error), kept=self._saved)
+            return
+        self._saved, self._unsaved = step, None
         yield event("snapshot", step=step, folder=str(folder))
+        section = self.spec.snapshots
+        try:
+            keep_last(self.folder, section.keep, every=section.keep_every_steps)
+        except OSError as error:
+            text = f"an old snapshot could not be removed: {error}; remove it by hand"
+            yield event("warning", text=text)
 
     # End
 
@@ -501,11 +542,16 @@ class Controller:
         """
         self._unstoppable = True
         yield from self._team.gather("the last update", timeout_s, self._team.updates)
+        yield from self._commit_snapshot()  # of an earlier step
         self._committed = self._team.last.step
+        yield from self._gather_snapshot()
         yield from self._commit_snapshot()
         if self.spec.snapshots.at_end and self._committed > self._saved:
             self._begin_snapshot()
+            yield from self._gather_snapshot()
             yield from self._commit_snapshot()
+            if self._unsaved is not None:
+                raise self._unsaved
 
     def _keep_what_can_be(self, timeout_s: float) -> Iterator[Event]:
         """After a failure: all state is with the optimizer actors, which may be well."""

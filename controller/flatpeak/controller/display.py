@@ -152,6 +152,11 @@ def event_line(event: RunEvent) -> str | None:
             return f"metrics at http://{address}/metrics, processes at http://{address}/targets"
         case "snapshot":
             return f"snapshot of step {detail['step']}"
+        case "snapshot_failed":
+            return (
+                f"warning: no snapshot of step {detail['step']}: {detail['reason']}; "
+                f"the newest is of step {detail['kept']}"
+            )
         case "optimizer_lost":
             return f"{detail['actor']} died at step {detail['step']}; another takes its place"
         case "optimizer_replaced":

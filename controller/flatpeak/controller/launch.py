@@ -25,7 +25,7 @@ from flatpeak.controller.experiment_logs import check_experiment_logs, experimen
 from flatpeak.controller.leftovers import remove_arenas
 from flatpeak.controller.metrics import serving_of
 from flatpeak.controller.outlet import Outlet
-from flatpeak.controller.resume import snapshot_to_resume
+from flatpeak.controller.resume import Resume, check_parameters, snapshot_to_resume
 from flatpeak.controller.runs import (
     Event,
     RunFolder,
@@ -45,7 +45,8 @@ from flatpeak.workers.errors import ClusterError, FlatpeakError, InputError
 from flatpeak.workers.host_memory import node_path
 from flatpeak.workers.routers import auxiliary_coefficient, check_router_logits
 from flatpeak.workers.settings import check_dispatch_budget, check_router_biases, samples_of
-from flatpeak.workers.support import check_supported
+from flatpeak.workers.snapshot import SnapshotReader
+from flatpeak.workers.support import check_supported, trained_sizes
 from flatpeak.workers.weights import open_weights
 
 _POLL_S = 0.25
@@ -53,12 +54,12 @@ _NAME_FREE_S = 10.0
 _ANSWER_S = 5.0
 
 
-def resolve(spec: Spec) -> Spec:
+def resolve(spec: Spec, resume: Resume | None = None) -> Spec:
     """The spec with its degrees as numbers, after every check that needs no Ray.
 
-    Raises the error of the first thing that cannot work: model, degrees, checkpoint, machine, data.
+    Raises the error of the first thing that cannot work: model, degrees, checkpoint, machine, data,
+    or the snapshot that is gone on from, which is of another model.
     """
-    snapshot_to_resume(spec, runs_folder(spec.runs_dir) / spec.run)
     config = checkpoint.load_config(path=spec.model.path, config=spec.model.config)
     experts, heads = checkpoint.num_experts(config), checkpoint.attention_heads(config)
     vocab_size = checkpoint.vocab_size(config)
@@ -75,7 +76,10 @@ def resolve(spec: Spec) -> Spec:
     if auxiliary_coefficient(config, resolved.train.router_aux_loss_coef):
         check_router_logits(model)
     check_dispatch_budget(resolved, model)
-    open_weights(resolved)
+    if resume is not None:
+        with SnapshotReader(resume.snapshot) as reader:
+            check_parameters(reader, trained_sizes(model))
+    open_weights(resolved, model)
     check_cluster(resolved, parameters=sum(weight.numel() for weight in model.parameters()))
     samples_of(resolved, vocab_size=vocab_size)
     serving_of(resolved.metrics)
@@ -92,7 +96,8 @@ def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
     """
     # First: what dead runs left takes the room of this one.
     sweep_stale(node_path(spec.cluster.shm_dir))
-    spec = resolve(spec)
+    resume = snapshot_to_resume(spec, runs_folder(spec.runs_dir) / spec.run)
+    spec = resolve(spec, resume)
     # Marks what this launch makes in places that it shares with others.
     token = secrets.token_hex(4)
     with ExitStack() as after, StopSignals() as signals, RunFolder.create(spec) as folder:
@@ -103,8 +108,10 @@ def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
         for outlet in outlets:
             after.enter_context(outlet)
         after.callback(follower.write_report)
+        for text in resume.warnings if resume else ():
+            follower(event("warning", text=text))
         try:
-            _drive(spec, token, follower, signals)
+            _drive(spec, token, resume, follower, signals)
         except FlatpeakError as error:
             failed = event("failed", reason=str(error))
             folder.record(failed)
@@ -122,7 +129,9 @@ def _marks(spec: Spec) -> list[Outlet]:
     return [] if url is None else [Annotator(Grafana(url, token_from_environment()), spec.run)]
 
 
-def _drive(spec: Spec, token: str, follower: "_Follower", signals: StopSignals) -> None:
+def _drive(
+    spec: Spec, token: str, resume: Resume | None, follower: "_Follower", signals: StopSignals
+) -> None:
     local = spec.cluster.address == "local"
     what = "Ray on this machine" if local else f"in the Ray cluster at {spec.cluster.address}"
     follower(event("starting", what=f"starting {what}"))
@@ -134,7 +143,7 @@ def _drive(spec: Spec, token: str, follower: "_Follower", signals: StopSignals) 
             for warning in warnings:
                 follower(warning)
             if not signals.count:
-                _follow(spec, token, follower, signals)
+                _follow(spec, token, resume, follower, signals)
     except SystemExit:  # SIGTERM while Ray was starting: it had taken the signal over
         raise KeyboardInterrupt from None
     except ClusterError:
@@ -167,10 +176,10 @@ class _Follower:
         return "finished" in self._kinds
 
     def __call__(self, happened: Event) -> None:
-        self.folder.record(happened)
         if isinstance(happened, StepRecord):
-            self._steps.append(happened)
+            self._steps.append(happened)  # the controller has recorded it
         else:
+            self.folder.record(happened)
             self._kinds.add(happened.kind)
         self._on_event(happened)
         for outlet in self._outlets:
@@ -229,9 +238,11 @@ class _Follower:
         )
 
 
-def _follow(spec: Spec, token: str, follower: _Follower, signals: StopSignals) -> None:
+def _follow(
+    spec: Spec, token: str, resume: Resume | None, follower: _Follower, signals: StopSignals
+) -> None:
     """Hands on the controller's events until it is done; the first signal asks it to stop."""
-    controller = _start_controller(spec, token, follower.folder)
+    controller = _start_controller(spec, token, resume, follower.folder)
     events = controller.run.options(num_returns="streaming").remote()
     answer: Any = None
     give_up = math.inf
@@ -290,7 +301,7 @@ class _Requests:
             self._follower(event(REFUSED, request=request.id, reason=reason))
 
 
-def _start_controller(spec: Spec, token: str, folder: RunFolder) -> Any:
+def _start_controller(spec: Spec, token: str, resume: Resume | None, folder: RunFolder) -> Any:
     """The run's controller; its name in the cluster keeps a second run of that name out.
 
     It lives on this node, so that whoever started the run knows where `metrics.port` is: Ray puts
@@ -304,7 +315,8 @@ def _start_controller(spec: Spec, token: str, folder: RunFolder) -> Any:
     deadline = time.monotonic() + _NAME_FREE_S
     while True:
         try:
-            return actor.remote(spec, str(folder.path.resolve()), token, serving)
+            snapshot = None if resume is None else str(resume.snapshot.resolve())
+            return actor.remote(spec, str(folder.path.resolve()), token, serving, snapshot)
         except ActorAlreadyExistsError:
             # The one of a driver that was just killed goes within seconds.
             if time.monotonic() > deadline:

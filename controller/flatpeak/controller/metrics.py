@@ -31,6 +31,7 @@ class RunMetrics(ProcessMetrics):
         self.set("last_step_timestamp_seconds", time.time())
         self.add("tokens_total", 0)
         self.add("skipped_steps_total", 0)
+        self.add("events_total", 0, "snapshot_failed")  # an increase is seen from 0 on
 
     def serve(self, serving: Serving) -> RunEvent:
         """Begins to serve. Metrics never hurt a run: where they cannot be served, it warns."""

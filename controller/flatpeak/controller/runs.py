@@ -13,6 +13,7 @@ A run is alive while the process that `run.json` names exists with the same star
 may have been given to somebody else since.
 """
 
+import errno
 import fcntl
 import json
 import math
@@ -25,6 +26,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import TracebackType
 from typing import Annotated, Any, Generic, Self, TypeVar
 
@@ -199,6 +201,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._held = ExitStack()
+        self._owed: dict[str, bytes] = {}
 
     @classmethod
     def create(cls, spec: Spec) -> Self:
@@ -261,10 +264,18 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             raise InputError(f"{path} is not the record of a run: {_first(error)}") from None
 
     def record(self, event: Event) -> None:
-        """Append `event` to its file as one flushed line."""
+        """Append `event` to its file as one flushed line.
+
+        A full disk ends no run: what it does not take comes before the next record of its file.
+        """
         name = "steps.jsonl" if isinstance(event, StepRecord) else "events.jsonl"
-        with (self.path / name).open("a") as file:
-            file.write(to_json(asdict(event)) + "\n")
+        lines = self._owed.pop(name, b"") + to_json(asdict(event)).encode() + b"\n"
+        try:
+            _append(self.path / name, lines)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._owed[name] = lines
 
     def steps(self) -> list[StepRecord]:
         """The records of the steps that count, in order.
@@ -389,6 +400,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         (self.path / "spec.yaml").write_text(dump_spec(spec))
         for folder in (self.snapshots, self.logs):
             folder.mkdir(exist_ok=True)
+            with TemporaryFile(dir=folder):  # it may be there and not be ours to write
+                pass
         (self.path / "scale.json").unlink(missing_ok=True)  # not meant for this start
         for name in ("steps.jsonl", "events.jsonl"):
             _cut_torn_line(self.path / name)
@@ -489,6 +502,14 @@ def _first(error: ValidationError) -> str:
     problem = error.errors()[0]
     where = ".".join(str(part) for part in problem["loc"])
     return f"{where}: {problem['msg']}" if where else problem["msg"]
+
+
+def _append(path: Path, lines: bytes) -> None:
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        if file.write(lines) < len(lines):  # the disk was full in the middle of them
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def _cut_torn_line(path: Path) -> None:

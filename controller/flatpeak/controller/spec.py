@@ -269,6 +269,8 @@ class SnapshotsSpec(Section):
     """Steps between snapshots; fewer loses less to a failure. 0 writes none on the way."""
     keep: Count = 2
     """Newest snapshots kept on disk; each takes 12 bytes a parameter."""
+    keep_every_steps: CountOrZero = 0
+    """Of steps that this divides, snapshots stay for good; 0 keeps none beside the newest."""
     at_end: bool = True
     """Write one after the last step, so that the run can go on later."""
 

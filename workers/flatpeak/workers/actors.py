@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from flatpeak.kernels.adamw import LEAST_COMPILED
-from flatpeak.workers.arena import sweep_stale
+from flatpeak.workers.arena import Arena, sweep_stale
 from flatpeak.workers.arena_owner import ArenaOwner
 from flatpeak.workers.buckets import Bucket, Shard
-from flatpeak.workers.errors import ClusterError
+from flatpeak.workers.errors import ClusterError, SnapshotFailed
 from flatpeak.workers.host_memory import HostMemory, Room, host_memory, node_path, room
 from flatpeak.workers.metrics import NODE, MetricsServer, ProcessMetrics, Serving
 from flatpeak.workers.metrics.roles import OptimizerMetrics, WorkerMetrics
@@ -282,14 +282,20 @@ class OptimizerActor(_Exporting):
         self._metrics.observe(core)
         return host_memory()
 
-    def snapshot(self, folder: str, step: int) -> list[SnapshotPart]:
-        """Writes each arena that it owns."""
-        return [
-            write_snapshot_part(folder, arena, number, step)
-            for number, arena in self._owner.arenas.items()
-        ]
+    def snapshot(self, folder: str, step: int) -> list[SnapshotPart | SnapshotFailed]:
+        """Writes each arena that it owns, or says why not: the run goes on without."""
+        return [_part(folder, arena, number, step) for number, arena in self._owner.arenas.items()]
 
     def close(self, paths: list[str]) -> None:
         """Removes these names of arenas; their memory goes with the last process that maps them."""
         for path in paths:
             node_path(path).unlink(missing_ok=True)
+
+
+def _part(folder: str, arena: Arena, number: int, step: int) -> SnapshotPart | SnapshotFailed:
+    # An answer like another: the controller waits for those of all, and ends no run for it.
+    try:
+        return write_snapshot_part(folder, arena, number, step)
+    except SnapshotFailed as error:
+        log.warning("%s", error)
+        return error

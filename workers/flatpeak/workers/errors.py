@@ -5,10 +5,12 @@ FlatpeakError
 │   ├── SpecError
 │   ├── DataError
 │   └── CheckpointError
+│       └── UnknownFormat
 ├── DoesNotFit            exit 3: the plan exceeds a budget
 └── RunFailed             exit 4: the cluster or a process of the run failed
     ├── ClusterError
     │   └── ConnectionLost
+    ├── SnapshotFailed
     └── WaitTimeout
 
 Every message says what happened with its numbers, and which setting mends it. The constructors take
@@ -36,6 +38,10 @@ class CheckpointError(InputError):
     pass
 
 
+class UnknownFormat(CheckpointError):
+    """Whole, but of another version: not to be passed over like what is damaged."""
+
+
 class DoesNotFit(FlatpeakError):
     exit_code = 3
 
@@ -50,6 +56,10 @@ class ClusterError(RunFailed):
 
 class ConnectionLost(ClusterError):
     """A peer hung up: most likely it died, which is then what the user wants to hear of."""
+
+
+class SnapshotFailed(RunFailed):
+    """It could not be written; nothing of it is left, and the state itself is well."""
 
 
 class WaitTimeout(RunFailed, TimeoutError):

@@ -2,22 +2,24 @@
 
 A snapshot is a folder `snapshots/step-N` of a run: one Arrow IPC file an arena, and manifest.json.
 A file has one record batch a bucket, one row a range; the columns of state are the frame's bytes,
-written from the arena without a copy, and the batch carries a checksum. The manifest comes last,
-by an atomic rename, and lists the files that count: a folder without one is no snapshot, and
+written from the arena without a copy. The manifest comes last, by an atomic rename, and lists the
+files that count with the checksums of all their bytes: a folder without one is no snapshot, and
 writing a step again leaves the old one whole until the new manifest replaces it.
+
+Every snapshot has all of the state: AdamW changes every moment in every step, also those of experts
+without a gradient, so no bucket could be a link to that of an older snapshot.
 """
 
-import json
-import logging
-import os
+import mmap
 import re
 import secrets
 import shutil
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -26,31 +28,40 @@ from torch import Tensor
 
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.buckets import Bucket, BucketIndex, Range
-from flatpeak.workers.errors import CheckpointError, RunFailed
+from flatpeak.workers.errors import CheckpointError, RunFailed, SnapshotFailed, UnknownFormat
 from flatpeak.workers.optimizer import OptimizerCore
+from flatpeak.workers.snapshot_files import (
+    FORMAT,
+    MANIFEST,
+    Block,
+    BlockFile,
+    check_blocks,
+    check_size,
+    damaged,
+    read_manifest,
+    write_manifest,
+)
 
-_MANIFEST = "manifest.json"
-_FORMAT = 1
 _STATE = ("master", "exp_avg", "exp_avg_sq")
 _SCHEMA = pa.schema(
     [("name", pa.utf8()), ("start", pa.int64()), ("stop", pa.int64())]
     + [(column, pa.large_binary()) for column in _STATE]
 )
-_log = logging.getLogger(__name__)
-# Where nobody has set up logging (the driver's terminal), a skipped snapshot is no line on stderr;
-# the controller's log has it.
-_log.addHandler(logging.NullHandler())
+# Files that are verified at once: more than one, since a checksum is the work of one core.
+_VERIFIERS = 8
 
 
 @dataclass(frozen=True)
 class SnapshotPart:
     """Of one arena: a file of `nbytes` in the snapshot's folder, with all its state at version
-    `step` after `updates` updates (None when the arena has no bucket)."""
+    `step` after `updates` updates (None when the arena has no bucket). Block n of the file has
+    record batch n; the last one has Arrow's footer."""
 
     file: str
     nbytes: int
     step: int
     updates: int | None
+    blocks: tuple[Block, ...]
 
 
 def snapshot_folder(run_folder: str | Path, step: int) -> Path:
@@ -62,23 +73,27 @@ def write_snapshot_part(folder: str | Path, arena: Arena, number: int, step: int
 
     May run beside gradients and weights of the next step, but not beside its update: raises
     `RunFailed` when a bucket is not, or does not stay, at version `step`. Takes no memory beyond
-    the arena itself. The part counts once `commit_manifest` lists it.
+    the arena itself, and of the page cache SYNC_BYTES and a bucket. The part counts once
+    `commit_manifest` lists it. Raises `SnapshotFailed` when the disk does not take it.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"arena-{number}-{secrets.token_hex(4)}.arrow"
+    path = Path(folder) / f"arena-{number}-{secrets.token_hex(4)}.arrow"
     updates: set[int] = set()
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, _SCHEMA) as writer:
-        for bucket in arena.buckets:
-            _check_version(arena, bucket, step)
-            updates.add(arena.updates(bucket.index))
-            batch = _batch(arena, bucket)
-            writer.write_batch(batch, custom_metadata={"crc32": str(_checksum(batch))})
-            # Unchanged now means unchanged all along: the frame was this version's.
-            _check_version(arena, bucket, step)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with BlockFile(path) as file:
+            with pa.ipc.new_file(file, _SCHEMA) as writer:
+                for bucket in arena.buckets:
+                    _check_version(arena, bucket, step)
+                    updates.add(arena.updates(bucket.index))
+                    writer.write_batch(_batch(arena, bucket))
+                    # Unchanged now means unchanged all along: the frame was this version's.
+                    _check_version(arena, bucket, step)
+                    file.end_block()
+            file.end_block()
+    except OSError as error:
+        raise SnapshotFailed(f"{path} could not be written: {error.strerror or error}") from None
     assert len(updates) <= 1, f"buckets of {arena.path} have seen {sorted(updates)} updates"
-    _sync(path)
-    return SnapshotPart(path.name, path.stat().st_size, step, next(iter(updates), None))
+    return SnapshotPart(path.name, file.nbytes, step, next(iter(updates), None), tuple(file.blocks))
 
 
 def commit_manifest(
@@ -87,11 +102,12 @@ def commit_manifest(
     """Turn the `parts` in `folder` into a snapshot, and drop what else lies there.
 
     `meta` is any JSON the run wants back. Raises `CheckpointError` for parts that are missing, of
-    another size or of different steps, and then commits nothing.
+    another size or of different steps, `SnapshotFailed` when the disk does not take the manifest,
+    and then commits nothing.
     """
     folder = Path(folder)
     for part in parts:
-        _check_file(folder / part.file, part.nbytes)
+        check_size(folder / part.file, part.nbytes)
     states = {(part.step, part.updates) for part in parts if part.updates is not None}
     if len(states) > 1 or any(part.step != step for part in parts):
         raise CheckpointError(
@@ -99,64 +115,94 @@ def commit_manifest(
             f"(step, updates) {sorted(states)}"
         )
     content = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "step": step,
         "updates": next(iter(states), (step, step))[1],
         "parts": [asdict(part) for part in parts],
         "meta": dict(meta),
     }
-    path, making = folder / _MANIFEST, folder / f"{_MANIFEST}.making"
-    making.write_text(json.dumps({"crc32": _json_checksum(content), **content}, indent=1))
-    for entry in (making, folder, folder.parent):
-        _sync(entry)
-    os.replace(making, path)
-    _sync(folder)
+    try:
+        path = write_manifest(folder, content)
+    except OSError as error:
+        raise SnapshotFailed(f"{folder} could not be completed: {error.strerror}") from None
     for other in set(folder.glob("*.arrow")) - {folder / part.file for part in parts}:
         other.unlink()
     return path
 
 
-def find_latest(run_folder: str | Path, *, verify: bool = False) -> Path | None:
-    """The folder of the newest snapshot of a run that is complete; None when there is none.
+def discard_parts(folder: str | Path, parts: Sequence[SnapshotPart]) -> None:
+    """Remove `parts` that will not be committed, and the folder if nothing else is in it.
 
-    Newer ones that are incomplete or damaged are skipped, with a warning that names them and the
-    reason. Sizes and the structure of all files are checked; with `verify` every byte is.
+    As far as the disk lets: without a manifest that lists them they count for nothing.
     """
+    folder = Path(folder)
+    with suppress(OSError):
+        for part in parts:
+            (folder / part.file).unlink(missing_ok=True)
+        folder.rmdir()  # an error where something is in it
+
+
+class Latest(NamedTuple):
+    folder: Path | None
+    skipped: tuple[str, ...]
+    """Of each newer snapshot that cannot be used, which one and why."""
+
+
+def find_latest(run_folder: str | Path, *, verify: bool = False) -> Latest:
+    """The newest snapshot of a run that is complete, if there is one.
+
+    Newer ones that are incomplete or damaged are skipped. Sizes and the structure of all files are
+    checked; with `verify` every byte is. Raises UnknownFormat for one of another version.
+    """
+    skipped = []
     for _, folder in sorted(_folders(run_folder), reverse=True):
         try:
-            with SnapshotReader(folder) as reader:
-                if verify:
-                    reader.verify()
+            SnapshotReader(folder, verify=verify).close()
+        except UnknownFormat:
+            raise
         except CheckpointError as error:
-            _log.warning("skipping snapshot %s: %s", folder, error)
+            skipped.append(f"{folder.name} is left out: {error}")
         else:
-            return folder
-    return None
+            return Latest(folder, tuple(skipped))
+    return Latest(None, tuple(skipped))
+
+
+def saved_steps(run_folder: str | Path) -> list[int]:
+    """Of the snapshots that are complete, as far as their sizes tell."""
+    return sorted(step for step, folder in _folders(run_folder) if _is_whole(folder))
 
 
 def _is_whole(folder: Path) -> bool:
     try:
-        SnapshotReader(folder).close()
+        for part in read_manifest(folder)["parts"]:
+            check_size(folder / part["file"], part["nbytes"])
+    except UnknownFormat:
+        return True  # not for this version to remove
     except CheckpointError:
         return False
     return True
 
 
-def keep_last(run_folder: str | Path, n: int) -> list[Path]:
+def keep_last(run_folder: str | Path, n: int, *, every: int = 0) -> list[Path]:
     """Remove all but the newest `n` (at least 1) complete snapshots; returns what was removed.
 
-    Incomplete ones that are older than those go too; a newer one may be in the making and stays.
+    Of the others, those of steps that `every` divides stay. Incomplete ones that are older than
+    the newest `n` go too; a newer one may be in the making and stays.
     """
     assert n >= 1, f"keep {n} snapshots"
-    folders = sorted(_folders(run_folder), reverse=True)
-    complete = [entry for entry in folders if _is_whole(entry[1])]
-    if not complete:
+    whole = saved_steps(run_folder)
+    if not whole:
         return []
-    oldest = complete[:n][-1]
-    removed = [folder for step, folder in folders if (step, folder) < oldest]
+    oldest = whole[-n:][0]
+    kept = {step for step in whole if every and step % every == 0}
+    removed = [
+        folder
+        for step, folder in sorted(_folders(run_folder), reverse=True)
+        if step < oldest and step not in kept
+    ]
     for folder in removed:
         # The manifest first: what is left of a removal that is cut off is no snapshot.
-        (folder / _MANIFEST).unlink(missing_ok=True)
+        (folder / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder)
     return removed
 
@@ -169,30 +215,69 @@ def restore(core: OptimizerCore, reader: "SnapshotReader") -> None:
     core.commit_load(reader.step, updates=reader.updates)
 
 
+class _PartReader:
+    """A mapped file of a snapshot; its bytes are checked before anything is made of them."""
+
+    def __init__(self, path: Path, part: Mapping[str, Any]) -> None:
+        check_size(path, part["nbytes"])
+        self.path, self._blocks = path, part["blocks"]
+        try:
+            with open(path, "rb") as file:
+                self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise damaged(path, str(error)) from None
+        self._checked: set[int] = set()
+
+    def verify(self) -> None:
+        check_blocks(self.path, memoryview(self._content), self._blocks, range(len(self._blocks)))
+        self._checked.update(range(len(self._blocks)))
+
+    def open(self) -> list[tuple[Range, ...]]:
+        """The ranges of each batch."""
+        try:
+            self._reader = pa.ipc.open_file(pa.py_buffer(self._content))
+            if self._reader.schema != _SCHEMA:
+                raise damaged(self.path, f"its columns are {self._reader.schema.names}")
+            batches = [self._reader.get_batch(n) for n in range(self._reader.num_record_batches)]
+            for batch in batches:
+                batch.validate(full=True)
+        except (pa.ArrowException, OSError) as error:
+            raise damaged(self.path, str(error)) from None
+        return [_ranges(batch) for batch in batches]
+
+    def state(self, number: int, column: str) -> np.ndarray:
+        """fp32 elements of a batch, not a copy."""
+        if number not in self._checked:
+            which = range(number, number + 1)
+            check_blocks(self.path, memoryview(self._content), self._blocks, which)
+            self._checked.add(number)
+        return np.frombuffer(self._reader.get_batch(number).column(column).buffers()[2], np.float32)
+
+
 class SnapshotReader:
     """Random access to a snapshot through memory maps; close it, or use it as a context.
 
     Raises `CheckpointError`, naming the file, for whatever is missing or damaged: structure at
-    once, contents when they are first read.
+    once, contents when they are first read, or all of them at once with `verify`.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, verify: bool = False) -> None:
         self.folder = Path(folder)
-        manifest = _read_manifest(self.folder / _MANIFEST)
+        manifest = read_manifest(self.folder)
         self.step: int = manifest["step"]
         self.updates: int = manifest["updates"]
         self.meta: dict[str, Any] = manifest["meta"]
-        self._files: dict[int, tuple[Path, int]] = {}
-        self._readers: dict[Path, Any] = {}
-        self._checked: set[int] = set()
+        parts = [_PartReader(self.folder / part["file"], part) for part in manifest["parts"]]
+        if verify:
+            with ThreadPoolExecutor(_VERIFIERS) as pool:
+                list(pool.map(_PartReader.verify, parts))
+        self._batches: list[tuple[_PartReader, int]] = []
         buckets: list[Bucket] = []
-        for part in manifest["parts"]:
-            path = self.folder / part["file"]
-            _check_file(path, part["nbytes"])
-            for number, ranges in enumerate(self._open(path)):
+        for part in parts:
+            for number, ranges in enumerate(part.open()):
                 # Each batch is laid out as the bucket it came from, so a bucket index finds in it.
-                self._files[len(buckets)] = (path, number)
                 buckets.append(Bucket(len(buckets), 0, 0, ranges, "float32", True, "adamw"))
+                self._batches.append((part, number))
         self._buckets = buckets
         self._index = BucketIndex(buckets)
 
@@ -202,24 +287,21 @@ class SnapshotReader:
 
     def read(self, held: Range) -> tuple[Tensor, Tensor, Tensor]:
         """Master, exp_avg and exp_avg_sq of elements `held`: each [held.size], fp32, a copy."""
-        found = torch.empty(3, held.size)
-        for piece in self._find(held):
-            outer = slice(piece.start - held.start, piece.stop - held.start)
-            size = piece.stop - piece.start
-            batch = self._batch(piece.bucket.index)
-            for row, column in zip(found.numpy(), _STATE, strict=True):
-                values = np.frombuffer(_bytes(batch, column), np.float32)
-                row[outer] = values[piece.offset : piece.offset + size]
-        master, exp_avg, exp_avg_sq = found.unbind()
+        master, exp_avg, exp_avg_sq = (self.read_one(column, held) for column in _STATE)
         return master, exp_avg, exp_avg_sq
 
-    def verify(self) -> None:
-        """Read everything once, and compare it with its checksums."""
-        for number in self._files:
-            self._batch(number)
+    def read_one(self, column: str, held: Range) -> Tensor:
+        """Of "master", "exp_avg" or "exp_avg_sq", elements `held`: [held.size], fp32, a copy."""
+        found = np.empty(held.size, np.float32)
+        for piece in self._find(held):
+            part, number = self._batches[piece.bucket.index]
+            size = piece.stop - piece.start
+            values = part.state(number, column)[piece.offset : piece.offset + size]
+            found[piece.start - held.start : piece.stop - held.start] = values
+        return torch.from_numpy(found)
 
     def close(self) -> None:
-        self._readers.clear()
+        self._batches.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -232,29 +314,6 @@ class SnapshotReader:
             return self._index.pieces(held.name, held.start, held.stop)
         except LookupError as error:
             raise CheckpointError(f"snapshot {self.folder} is not of this model: {error}") from None
-
-    def _open(self, path: Path) -> list[tuple[Range, ...]]:
-        """The ranges of each batch of a part."""
-        try:
-            reader = self._readers[path] = pa.ipc.open_file(pa.memory_map(str(path)))
-            batches = [reader.get_batch(n) for n in range(reader.num_record_batches)]
-            for batch in batches:
-                batch.validate(full=True)
-        except (pa.ArrowException, OSError) as error:
-            raise _damaged(path, str(error)) from None
-        if reader.schema != _SCHEMA:
-            raise _damaged(path, f"its columns are {reader.schema.names}")
-        return [_ranges(batch) for batch in batches]
-
-    def _batch(self, number: int) -> pa.RecordBatch:
-        path, place = self._files[number]
-        batch, metadata = self._readers[path].get_batch_with_custom_metadata(place)
-        if number not in self._checked:
-            expected = metadata[b"crc32"].decode()
-            if str(_checksum(batch)) != expected:
-                raise _damaged(path, f"the checksum of its batch {place} is not {expected}")
-            self._checked.add(number)
-        return batch
 
 
 def _batch(arena: Arena, bucket: Bucket) -> pa.RecordBatch:
@@ -276,22 +335,6 @@ def _ranges(batch: pa.RecordBatch) -> tuple[Range, ...]:
     return tuple(Range(*row) for row in rows)
 
 
-def _bytes(batch: pa.RecordBatch, column: str) -> Any:
-    return batch.column(column).buffers()[2]
-
-
-def _checksum(batch: pa.RecordBatch) -> int:
-    rows = [(held.name, held.start, held.stop) for held in _ranges(batch)]
-    checksum = _json_checksum(rows)
-    for column in _STATE:
-        checksum = zlib.crc32(_bytes(batch, column), checksum)
-    return checksum
-
-
-def _json_checksum(content: Any) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
 def _check_version(arena: Arena, bucket: Bucket, step: int) -> None:
     held = arena.version(bucket.index)
     if held != step:
@@ -301,31 +344,6 @@ def _check_version(arena: Arena, bucket: Bucket, step: int) -> None:
         )
 
 
-def _check_file(path: Path, nbytes: int) -> None:
-    if not path.exists():
-        raise _damaged(path, "it is missing")
-    if path.stat().st_size != nbytes:
-        raise _damaged(path, f"it has {path.stat().st_size} bytes instead of {nbytes}")
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise _damaged(path, "it is missing, the snapshot was not finished") from None
-    except ValueError as error:
-        raise _damaged(path, str(error)) from None
-    if not isinstance(content, dict) or content.pop("crc32", None) != _json_checksum(content):
-        raise _damaged(path, "its checksum is wrong")
-    if content["format"] != _FORMAT:
-        raise _damaged(path, f"it has format {content['format']}, this version reads {_FORMAT}")
-    return content
-
-
-def _damaged(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be used: {reason}; resume from an older snapshot")
-
-
 def _folders(run_folder: str | Path) -> list[tuple[int, Path]]:
     found = Path(run_folder).glob("snapshots/step-*")
     return [
@@ -333,11 +351,3 @@ def _folders(run_folder: str | Path) -> list[tuple[int, Path]]:
         for folder in found
         if (match := re.fullmatch(r"step-(\d+)", folder.name)) and folder.is_dir()
     ]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -66,6 +66,12 @@ def check_supported(model: PreTrainedModel) -> None:
     logits_of(model)
 
 
+def trained_sizes(model: PreTrainedModel) -> dict[str, int]:
+    """Elements of all that is trained of a `model` that is supported, by canonical name."""
+    buffers = ((n, value) for n, value in model.named_buffers() if n.endswith(ROUTER_BIAS))
+    return {name: value.numel() for name, value in [*model.named_parameters(), *buffers]}
+
+
 def _check_sizes(config: Any) -> None:
     heads, groups = attention_heads(config), kv_heads(config)
     if heads % groups:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from flatpeak.workers.buckets import Range
 from flatpeak.workers.checkpoint import CheckpointReader, RandomInit, build_meta_model, load_config
@@ -31,9 +32,13 @@ class Weights:
         return values[wanted.start - first * row : wanted.stop - first * row]
 
 
-def open_weights(spec: "Spec") -> Weights:
-    """The initial weights of the job, checked against the model's shapes."""
-    model = build_meta_model(load_config(path=spec.model.path, config=spec.model.config))
+def open_weights(spec: "Spec", model: PreTrainedModel | None = None) -> Weights:
+    """The initial weights of the job, checked against the model's shapes.
+
+    `model` is the job's on the meta device, where somebody has made it already.
+    """
+    if model is None:
+        model = build_meta_model(load_config(path=spec.model.path, config=spec.model.config))
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if spec.model.path is None or spec.model.weights == "random":
         return Weights(RandomInit(model, spec.train.seed), shapes)

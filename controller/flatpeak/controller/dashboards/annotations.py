@@ -10,6 +10,7 @@ MARKED = frozenset(
         "started",
         "resumed",
         "snapshot",
+        "snapshot_failed",
         "optimizer_lost",
         "optimizer_replaced",
         "optimizers_scaled",

@@ -22,7 +22,7 @@ from flatpeak.workers.checkpoint.model import (
     router_modules,
 )
 from flatpeak.workers.checkpoint.reader import CheckpointReader
-from flatpeak.workers.checkpoint.writer import export_checkpoint
+from flatpeak.workers.checkpoint.writer import export_checkpoint, write_safetensors
 
 __all__ = [
     "CheckpointReader",
@@ -38,4 +38,5 @@ __all__ = [
     "num_experts",
     "router_modules",
     "vocab_size",
+    "write_safetensors",
 ]

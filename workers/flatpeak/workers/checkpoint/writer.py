@@ -10,7 +10,7 @@ import os
 import shutil
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -47,6 +47,7 @@ def export_checkpoint(
     tokenizer_dir: str | Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     original_layout: bool = True,
+    beside: Callable[[Path], None] = lambda partial: None,
 ) -> None:
     """Write a directory that `from_pretrained` loads to the very same bits.
 
@@ -60,6 +61,7 @@ def export_checkpoint(
         max_shard_bytes: A shard closes before it would exceed this (one larger tensor is alone).
         original_layout: Names and per-expert tensors as the family publishes them; False keeps
             the fused tensors.
+        beside: Writes more files into the directory, before it gets its name.
 
     Raises:
         CheckpointError: The directory is not empty, or the tensors are not those of the model.
@@ -79,12 +81,21 @@ def export_checkpoint(
                 shards.add(name, tensor)
         shards.close()
         _write_config(partial, model, shards.bytes_by_dtype)
+        beside(partial)
         for file in tokenizer_files:
             shutil.copy(file, partial / file.name)
         os.replace(partial, target)
     except BaseException:
         shutil.rmtree(partial)
         raise
+
+
+def write_safetensors(directory: Path, stem: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """`stem`.safetensors, or shards of it with their index like those of a model."""
+    shards = _Shards(directory, stem=stem)
+    for name, tensor in tensors:
+        shards.add(name, tensor)
+    shards.close()
 
 
 def _without_hooks(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -150,9 +161,11 @@ def _groups(model: PreTrainedModel) -> dict[str, str]:
 class _Shards:
     """Fills one shard after the other; their final names carry the count, known at the end."""
 
-    def __init__(self, directory: Path, *, max_shard_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, *, stem: str = "model", max_shard_bytes: int = MAX_SHARD_BYTES
+    ) -> None:
         self.bytes_by_dtype: Counter = Counter()
-        self._directory = directory
+        self._directory, self._stem = directory, stem
         self._max_shard_bytes = max_shard_bytes
         self._open: dict[str, Tensor] = {}
         self._open_bytes = 0
@@ -172,11 +185,11 @@ class _Shards:
         self._flush()
         count = len(self._keys)
         if count == 1:
-            os.replace(self._file(0), self._directory / "model.safetensors")
+            os.replace(self._file(0), self._directory / f"{self._stem}.safetensors")
             return
         weight_map = {}
         for index, keys in enumerate(self._keys):
-            name = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+            name = f"{self._stem}-{index + 1:05d}-of-{count:05d}.safetensors"
             os.replace(self._file(index), self._directory / name)
             weight_map |= dict.fromkeys(keys, name)
         total = {
@@ -184,7 +197,7 @@ class _Shards:
             "total_size": sum(self.bytes_by_dtype.values()),
         }
         content = {"metadata": total, "weight_map": dict(sorted(weight_map.items()))}
-        file = self._directory / "model.safetensors.index.json"
+        file = self._directory / f"{self._stem}.safetensors.index.json"
         file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def _flush(self) -> None:
