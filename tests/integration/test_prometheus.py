@@ -18,6 +18,8 @@ import yaml
 
 from driven_run import PATIENCE_S, Driver, driving, tiny_job
 from flatpeak.controller.dashboards import dashboards
+from flatpeak.controller.metrics import RunMetrics
+from flatpeak.workers.metrics import Serving
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "prometheus"
 SCRAPE_S = 1
@@ -29,14 +31,20 @@ pytestmark = pytest.mark.skipif(
 
 
 @contextmanager
-def prometheus(folder: Path, targets: str) -> Iterator[str]:
-    """Scrapes what `targets` lists, with the rules of `deploy/`; yields the API's address."""
-    config = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
+def prometheus(
+    folder: Path, targets: str, *, name: str = "prometheus.yaml", token: Path | None = None
+) -> Iterator[str]:
+    """Scrapes what `targets` lists as the configuration `name` of `deploy/` says, with the rules
+    there; `token` is the file that it reads. Yields the API's address."""
+    config = yaml.safe_load((DEPLOY / name).read_text())
     config["global"] = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}
     config["rule_files"] = [str(DEPLOY / "rules.yaml")]
     (job,) = config["scrape_configs"]
     job["scrape_timeout"] = f"{SCRAPE_S}s"
-    job["http_sd_configs"] = [{"url": f"http://{targets}/targets", "refresh_interval": "1s"}]
+    (discovery,) = job["http_sd_configs"]
+    discovery |= {"url": f"http://{targets}/targets", "refresh_interval": "1s"}
+    for asks in (each for each in (job, discovery) if "authorization" in each):
+        asks["authorization"]["credentials_file"] = str(token)
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     address = f"127.0.0.1:{free_port()}"
     with (folder / "prometheus.log").open("w") as log:
@@ -145,14 +153,28 @@ def test_panels_and_rules_have_data_and_the_dead_have_none(driver: Driver, tmp_p
         assert driver.end().code == 4
 
 
+def test_the_configuration_for_kubernetes_shows_the_token(tmp_path: Path):
+    token = tmp_path / "token"
+    token.write_text("a-word\n")
+    run = RunMetrics(tiny_job(tmp_path))
+    targets = run.serve(Serving(token="a-word")).detail["address"]
+    try:
+        with prometheus(tmp_path, targets, name="kubernetes.yaml", token=token) as api:
+            up = 'up{job="flatpeak", role="controller"} == 1'
+            eventually("the controller is scraped", lambda: query(api, up))
+    finally:
+        run.close()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ["check", "config", "prometheus.yaml"],
+        ["check", "config", "--syntax-only", "kubernetes.yaml"],  # the token is not here
         ["check", "rules", "rules.yaml"],
         ["test", "rules", "rules_test.yaml"],
     ],
-    ids=["configuration", "rules", "alerts"],
+    ids=["configuration", "kubernetes", "rules", "alerts"],
 )
 def test_promtool_accepts(arguments: list[str]):
     done = subprocess.run(

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from driven_run import Driver, driving, flatpeak, load, tiny_job
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec
 from local_run import train_locally
+from wandb_file import figures, records
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -34,6 +36,7 @@ def test_a_run_equals_training_without_ray_and_leaves_its_folder_and_nothing_els
         cluster=TWO_WORKERS | {"cpus_per_worker": cores},
         parallel=DEGREES,
         snapshots={"every_steps": 2, "keep": 2},
+        logging={"tensorboard": True, "wandb": {"project": "moe", "mode": "offline"}},
     )
     with driving(job, tmp_path) as driver:
         planned = driver.wait_for(kind="started")["detail"]["planned_host_bytes"]
@@ -68,8 +71,21 @@ def test_a_run_equals_training_without_ray_and_leaves_its_folder_and_nothing_els
     peaks = pq.read_table(run.path / "peaks.parquet").to_pylist()
     assert {row["step"] for row in peaks} == {1, 2, 3, 4}
     assert {"total", "dispatch", "vocabulary"} <= {row["component"] for row in peaks}
+    for losses in (tensorboard_losses(run.path), wandb_losses(run.path)):
+        assert losses == {step["step"]: pytest.approx(step["loss"]) for step in ended.steps()}
     after = status(job, tmp_path)
     assert (after["state"], after["step"], after["loss"]) == ("done", 4, ended.steps()[-1]["loss"])
+
+
+def tensorboard_losses(folder: Path) -> dict[int, float]:
+    read = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return {point.step: point.value for point in read.Scalars("loss")}
+
+
+def wandb_losses(folder: Path) -> dict[int, float]:
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    rows = [figures(row) for kind, row in records(path) if kind == "history"]
+    return {row["step"]: row["loss"] for row in rows}
 
 
 def test_a_killed_driver_takes_its_ray_along_and_the_run_goes_on_from_its_snapshot(tmp_path):

@@ -47,12 +47,6 @@ def test_a_grafana_that_fails_is_told_of_once_and_holds_nobody_up():
     assert marks.take_failure() is None
 
 
-def test_without_a_grafana_nothing_is_sent():
-    with Annotator(None, "first") as marks:
-        marks(SNAPSHOT)
-    assert marks.take_failure() is None
-
-
 def test_a_job_that_asks_for_marks_without_a_token_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

@@ -438,7 +438,7 @@ def test_a_peak_is_shown_in_a_unit_that_suits_it(peak, budget, text):
         (
             "worker_lost",
             {"actor": "worker 1", "step": 7, "reason": "step 7: worker 1 died"},
-            "worker 1 died in step 7; all workers start anew",
+            "lost worker 1 in step 7; all workers start anew",
         ),
         (
             "workers_replaced",

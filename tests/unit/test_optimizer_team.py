@@ -212,13 +212,13 @@ def test_a_stop_while_one_is_replaced_leaves_nothing_owed():
     assert len(world.started) == 3
 
 
-def test_the_death_of_an_actor_with_links_to_workers_is_final():
-    world = World((1, "update"))
-    world.team.linked = {"optimizer 1"}
-    world.team.update(UPDATE, beside={})
-    with pytest.raises(RunFailed, match="optimizer 1"):
-        gather(world, world.team.updates)
-    assert len(world.started) == 2
+def test_a_successor_is_served_to_workers_of_other_nodes_as_its_predecessor_was_to_be():
+    world = World((1, "serve"))
+    world.team.serve({1: [0, 2]})
+    _, addresses = gather(world, world.team.links)
+    assert addresses == {"optimizer 1": "actor 2: serve"}
+    assert world.started[2].calls[-1] == ("serve", [0, 2])
+    assert ("serve", [0, 2]) not in world.started[0].calls
 
 
 def test_the_death_of_another_is_for_who_waits_to_mend():

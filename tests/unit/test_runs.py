@@ -169,13 +169,12 @@ def test_an_event_that_is_no_record_is_named(tmp_path):
 
 
 def test_a_damaged_line_costs_a_run_only_the_earlier_peaks(tmp_path):
-    from flatpeak.controller.dashboards.annotations import Annotator
     from flatpeak.controller.launch import _Follower
 
     folder = RunFolder.create(job(tmp_path))
     (folder.path / "steps.jsonl").write_text("7\n")
     seen = []
-    follower = _Follower(folder, seen.append, Annotator(None, "tiny"))
+    follower = _Follower(folder, seen.append, [])
     follower(record(2))
     follower.write_peaks()
     assert pq.read_table(folder.path / "peaks.parquet").column("step").to_pylist() == [2, 2]

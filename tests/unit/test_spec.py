@@ -180,7 +180,8 @@ REFUSALS = {
         ["gradient_checkpoint=true"],
         "--set 'gradient_checkpoint=true': "
         "the top level has no key `gradient_checkpoint`; the nearest is `train` of run, "
-        "runs_dir, resume, model, data, train, cluster, parallel, memory, snapshots, metrics",
+        "runs_dir, resume, model, data, train, cluster, parallel, memory, snapshots, metrics, "
+        "logging",
     ),
     "wrong type": (
         ["train.steps=many"],
@@ -373,6 +374,11 @@ REFUSALS = {
         "--set 'train.sequences_per_step=8': "
         "train.sequences_per_step = 8 is no multiple of 6 = 2 sequence groups "
         "(cluster.workers / parallel.sequence) x 3 train.microbatches; use 6 or 12",
+    ),
+    "a log without a project": (
+        ["logging.wandb.entity=team"],
+        "job.yaml with --set 'logging.wandb.entity=team': "
+        "logging.wandb: entity = team without `project`, so nothing is written; set it too",
     ),
     "no assignment": (
         ["train.steps"],

@@ -122,6 +122,15 @@ def test_the_death_of_one_who_can_be_replaced_comes_before_the_failures_of_its_p
     assert str(caught.value.cause).startswith("step 7: worker 1 died")
 
 
+def test_one_whose_peer_hung_up_is_lost_too(monkeypatch):
+    monkeypatch.setattr("flatpeak.controller.waiting._CAUSE_S", 0.05)
+    script = Script(("worker 0", raised(ConnectionLost("the connection to optimizer 0 is lost"))))
+    with pytest.raises(Died) as caught:
+        ask(script, "worker 0", "worker 1", mortal=["worker 0", "worker 1"])
+    assert caught.value.who == "worker 0"
+    assert str(caught.value.cause) == "worker 0: the connection to optimizer 0 is lost"
+
+
 def test_a_timeout_names_those_who_did_not_answer():
     script = Script(("worker 0", 10))
     with pytest.raises(WaitTimeout) as caught:

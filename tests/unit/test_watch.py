@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from flatpeak.controller.cli import run_command
+from flatpeak.controller.observed import FolderRun
 from flatpeak.controller.runs import RunEvent, RunFolder, StepRecord
-from flatpeak.controller.watch import Seen, follow, picture
+from flatpeak.controller.watch import Seen, picture
 from flatpeak.workers.errors import InputError
 from local_run import tiny_spec
 from sample_run import STEP
@@ -32,7 +33,7 @@ def shown(folder: RunFolder, records: list[StepRecord | RunEvent], width: int = 
         seen(record)
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=True, no_color=True)
-    console.print(picture(folder.info, seen, AGES))
+    console.print(picture(FolderRun(folder).status(), seen, AGES))
     return out.getvalue().replace("\x1b[1m", "").replace("\x1b[0m", "").splitlines()
 
 
@@ -74,7 +75,7 @@ def test_following_gives_each_record_once_and_ends_with_the_run(tmp_path: Path):
     got: list[object] = []
     with new_folder(tmp_path) as folder:
         folder.record(STEP)
-        reader = threading.Thread(target=lambda: got.extend(follow(folder)))
+        reader = threading.Thread(target=lambda: got.extend(FolderRun(folder).follow()))
         reader.start()
         for step in (2, 3):
             time.sleep(0.2)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from flatpeak.controller.placement import Placed
+from flatpeak.controller.runs import Event, event
 from flatpeak.controller.waiting import Died
 from flatpeak.controller.worker_group import DEATHS_IN_A_STEP, WorkerGroup
 from flatpeak.workers.errors import ClusterError, RunFailed
@@ -45,7 +46,8 @@ class World:
             answer = self.nodes[min(self.group.generation, len(self.nodes) - 1)]
         return {actor.name: answer for actor in actors}
 
-    def attach(self) -> None:
+    def attach(self) -> Iterator[Event]:
+        yield event("attaching")
         self.call("attach")
         self.attached.append(self.group.generation)
 
@@ -80,7 +82,8 @@ def test_the_death_of_one_ends_all_and_the_next_generation_gets_what_they_had():
     world = started()
     old = [worker.handle for worker in world.group.workers]
     workers = world.group.workers
-    lost, replaced = world.group.replace(death(), step=7, attach=world.attach)
+    lost, attaching, replaced = world.group.replace(death(), step=7, attach=world.attach)
+    assert attaching.kind == "attaching"
     assert world.ended == old
     assert world.group.workers is workers
     assert [worker.handle for worker in workers] == [Worker(0, 1), Worker(1, 1)]
@@ -99,6 +102,7 @@ def test_the_death_of_one_ends_all_and_the_next_generation_gets_what_they_had():
 def test_one_that_dies_while_the_next_generation_begins_is_replaced_too(method):
     world = started((1, method))
     events = list(world.group.replace(death(), step=7, attach=world.attach))
+    events = [event for event in events if event.kind != "attaching"]
     assert [event.kind for event in events] == ["worker_lost", "worker_lost", "workers_replaced"]
     assert events[1].detail["reason"] == f"worker 1 died in {method}"
     assert [worker.handle.generation for worker in world.group.workers] == [2, 2]

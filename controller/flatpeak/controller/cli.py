@@ -8,9 +8,9 @@ Torch and Ray are imported by the commands that need them, so that the others an
 """
 
 import json
+import os
 import sys
 import traceback
-from collections import deque
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
@@ -35,6 +35,23 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line on standard output.")]
 RunsDir = Annotated[Path, typer.Option(help="Directory of the run folders.")]
+LocalOrNot = Annotated[
+    Path | None, typer.Option("--runs-dir", help="Directory of the run folders; ./runs without.")
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Dashboard of a cluster that runs are submitted to, like http://HEAD:8265; else "
+        "$RAY_API_SERVER_ADDRESS, or $RAY_ADDRESS with http. The token is found where Ray has it.",
+    ),
+]
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help="The job file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override, like train.steps=20."),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an earlier run of this name.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of a run.")]
 
 
@@ -58,21 +75,13 @@ def init(
 
 @app.command()
 def train(
-    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The job file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override, like train.steps=20."),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an earlier run of this name.")
-    ] = False,
-    as_json: Json = False,
+    spec: SpecFile, overrides: Overrides = None, resume: Resume = False, as_json: Json = False
 ) -> None:
     """Run a job from here until it is done."""
     from flatpeak.controller.display import display_for
     from flatpeak.controller.spec_file import load_spec
 
-    job = load_spec(spec, [*(overrides or []), *(["resume=true"] if resume else [])])
+    job = load_spec(spec, _overrides(overrides, resume))
 
     from flatpeak.controller import launch
 
@@ -86,25 +95,71 @@ def train(
 
 
 @app.command()
+def submit(
+    spec: SpecFile,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    address: Address = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Until the run has ended.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Wait, and show the run like `train` does.")
+    ] = False,
+    python: Annotated[
+        str, typer.Option(metavar="COMMAND", help="The cluster's Python, as its head calls it.")
+    ] = "python",
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="For all processes of the run; NAME alone takes it from here.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a job on a cluster, with the code of here; paths in SPEC are paths there.
+
+    With --wait or --follow the exit code is that of the run, and Ctrl-C leaves it running.
+    """
+    from flatpeak.controller.jobs.access import job_address
+    from flatpeak.controller.jobs.request import ON_CLUSTER, check_paths, given_environment
+    from flatpeak.controller.spec_file import load_spec
+
+    job = load_spec(spec, [*_overrides(overrides, resume), *ON_CLUSTER])
+    check_paths(job)
+    environment = given_environment(env or [], os.environ)
+    if (server := job_address(address, os.environ)) is None:
+        raise InputError("where to? give the cluster's dashboard by --address http://HEAD:8265")
+
+    from flatpeak.controller.jobs.client import JobClient
+    from flatpeak.controller.jobs.show import show_submitted, show_to_end
+    from flatpeak.controller.jobs.submit import submit as send
+
+    run = send(job, JobClient(server), python=python, environment=environment)
+    show_submitted(run, as_json=as_json)
+    if wait or follow:
+        show_to_end(run, events=follow, as_json=as_json)
+
+
+@app.command()
 def status(
     run: Annotated[
         str | None, typer.Argument(metavar="RUN", help="One run; all of them without.")
     ] = None,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: LocalOrNot = None,
+    address: Address = None,
     as_json: Json = False,
 ) -> None:
     """Say which runs there are, whether they live and how far they are."""
-    from flatpeak.controller.runs import RunFolder, list_runs
+    from flatpeak.controller.observed import all_reports, find_run, report_of
     from flatpeak.controller.strict_json import to_json
 
-    folders = list_runs(runs_dir) if run is None else [RunFolder.open(runs_dir, run)]
-    # One broken folder hides none of the others; asked for by name, it is an error.
-    reports = [_status_of(folder, or_unreadable=run is None) for folder in folders]
+    where = _where(runs_dir, address)
+    reports = all_reports(where) if run is None else [report_of(find_run(where, run))]
     if as_json:
         for report in reports:
             print(to_json(report))
     elif not reports:
-        print(f"no runs in {runs_dir}")
+        print(f"no runs in {where}")
     else:
         _print_table(reports)
 
@@ -114,44 +169,42 @@ def logs(
     run: RunName,
     actor: Annotated[str | None, typer.Option(help="One actor, like worker-0.")] = None,
     tail: Annotated[int, typer.Option(min=1, help="Lines of each log.")] = 20,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: LocalOrNot = None,
+    address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """Show the last lines of a run's logs."""
-    from flatpeak.controller.runs import RunFolder
+    """Show the last lines of a run's logs; of a submitted run, what its driver said."""
+    from flatpeak.controller.observed import find_run
 
-    folder = RunFolder.open(runs_dir, run)
-    found = {path.stem: path for path in sorted(folder.logs.glob("*.log")) if path.is_file()}
-    if actor is not None and actor not in found:
+    found = find_run(_where(runs_dir, address), run)
+    tails, folder = found.tails(tail), found.status().folder
+    if actor is not None and actor not in tails:
         raise InputError(
-            f"no log of {actor!r} in {folder.logs}; there are: {', '.join(found) or 'none'}"
+            f"no log of {actor!r} can be read from here, there are: {', '.join(tails) or 'none'}; "
+            f"those of actors are in {folder}/logs"
         )
-    chosen = found if actor is None else {actor: found[actor]}
-    for name, path in chosen.items():
-        with path.open(errors="replace") as file:
-            lines = deque(file, maxlen=tail)
-        if as_json:
-            for line in lines:
-                print(json.dumps({"actor": name, "line": line.rstrip("\n")}))
-            continue
-        if len(chosen) > 1:
+    chosen = tails if actor is None else {actor: tails[actor]}
+    for name, lines in chosen.items():
+        if len(chosen) > 1 and not as_json:
             print(f"== {name}")
-        print(*lines, sep="", end="")
+        for line in lines:
+            print(json.dumps({"actor": name, "line": line}) if as_json else line)
     if not chosen:
-        print(f"no logs in {folder.logs}", file=sys.stderr)
+        print(f"no logs in {folder}/logs", file=sys.stderr)
 
 
 @app.command()
 def stop(
     run: RunName,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait.")] = 60.0,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: LocalOrNot = None,
+    address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """End a run that is driven from this machine, and wait until it is gone."""
-    from flatpeak.controller.runs import RunFolder, stop_run
+    """End a run that is driven from this machine, or was submitted, and wait until it is gone."""
+    from flatpeak.controller.observed import find_run
 
-    state = stop_run(RunFolder.open(runs_dir, run), timeout_s=timeout)
+    state = find_run(_where(runs_dir, address), run).stop(timeout_s=timeout)
     print(json.dumps({"run": run, "state": str(state)}) if as_json else f"{run}: {state}")
 
 
@@ -174,12 +227,32 @@ def scale(
 
 
 @app.command()
-def watch(run: RunName, runs_dir: RunsDir = Path("runs"), as_json: Json = False) -> None:
+def watch(
+    run: RunName,
+    runs_dir: LocalOrNot = None,
+    address: Address = None,
+    as_json: Json = False,
+) -> None:
     """Show a run as it goes: peaks against their bounds, loss, speed, events."""
-    from flatpeak.controller.runs import RunFolder
+    from flatpeak.controller.observed import find_run
     from flatpeak.controller.watch import watch as show
 
-    show(RunFolder.open(runs_dir, run), as_json=as_json)
+    show(find_run(_where(runs_dir, address), run), as_json=as_json)
+
+
+def _overrides(given: list[str] | None, resume: bool) -> list[str]:
+    return [*(given or []), *(["resume=true"] if resume else [])]
+
+
+def _where(runs_dir: Path | None, address: str | None) -> Path | str:
+    """The folder of runs, or the address of the cluster that they were submitted to."""
+    from flatpeak.controller.jobs.access import job_address
+
+    if runs_dir is not None:
+        if address is not None:
+            raise InputError("--runs-dir is for runs of here and --address for a cluster's")
+        return runs_dir
+    return job_address(address, os.environ) or Path("runs")
 
 
 @app.command()
@@ -325,35 +398,6 @@ def _exit(error: Exception, code: int, *, as_json: bool) -> int:
 
 def _complain(error: FlatpeakError) -> None:
     print(f"flatpeak: {error}", file=sys.stderr)
-
-
-def _status_of(folder: Any, *, or_unreadable: bool) -> dict[str, Any]:
-    try:
-        info, steps = folder.info, folder.steps()
-    except InputError as error:
-        if not or_unreadable:
-            raise
-        unknown = dict.fromkeys(("step", "steps", "loss", "tokens_per_s", "pid", "host"))
-        return {
-            "run": folder.path.name,
-            "state": "unreadable",
-            **unknown,
-            "folder": str(folder.path),
-            "reason": str(error),
-        }
-    last = steps[-1] if steps else None
-    return {
-        "run": info.run,
-        "state": str(info.seen_state),
-        "step": last.step if last else 0,
-        "steps": info.steps,
-        "loss": last.loss if last else None,
-        "tokens_per_s": last.tokens_per_s if last else None,
-        "pid": info.pid,
-        "host": info.host,
-        "folder": str(folder.path),
-        "reason": info.reason,
-    }
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:

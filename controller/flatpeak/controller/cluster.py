@@ -19,7 +19,7 @@ from flatpeak.workers.metrics import NODE
 
 NAMESPACE = "flatpeak"
 _CONNECT_S = 5.0
-_OBJECT_STORE_BYTES = 256 * 2**20  # tensors do not travel through it
+OBJECT_STORE_BYTES = 256 * 2**20  # tensors do not travel through it
 _PROCESSES_PER_CORE = 64
 
 
@@ -70,7 +70,7 @@ def _start_local(cluster: ClusterSpec) -> None:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            object_store_memory=_OBJECT_STORE_BYTES,
+            object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address="127.0.0.1",
         )
     except Exception as error:  # Ray raises many types here, all of them mean: not started

@@ -302,25 +302,28 @@ class Controller:
         self._collect(refs, "filling the arenas", self.spec.cluster.start_timeout_s)
         self._attach = partial(self._attach_workers, buckets, regions)
         try:
-            self._attach()
+            yield from self._attach()
         except Died as death:
             yield from self._replace_workers(death)
         return planned
 
-    def _attach_workers(self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]) -> None:
+    def _attach_workers(
+        self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]
+    ) -> Iterator[Event]:
         """Each maps the arenas of its node; it reaches its buckets on others over the network."""
         timeout = self.spec.cluster.start_timeout_s
         # Only where actors are anywhere, and each owns the arena of its own number.
         remote = remote_ranks(buckets, self._workers, self._homes)
-        serve = {number: self._optimizers[number] for number in remote}
-        # What a worker had sent to one that dies, and nobody confirmed, is lost with it.
-        self._team.linked = {actor.name for actor in serve.values()}
-        refs = {a.name: a.handle.serve.remote(remote[index]) for index, a in serve.items()}
-        addresses = self._collect(refs, "opening the arenas to other nodes", timeout)
+        self._team.serve(remote)
+        addresses = yield from self._team.gather(
+            "opening the arenas to other nodes", timeout, self._team.links
+        )
+        self._team.links = {}
+        names = {number: self._optimizers[number].name for number in remote}
         attach = {}
         for rank, worker in enumerate(self._workers):
             arenas = self._paths(arenas_beside(worker, self._homes))
-            servers = {a: addresses[serve[a].name] for a in serve if rank in remote[a]}
+            servers = {n: addresses[name] for n, name in names.items() if rank in remote[n]}
             attach[worker.name] = worker.handle.attach.remote(
                 buckets, arenas, regions[rank], servers
             )

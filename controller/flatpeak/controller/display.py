@@ -148,7 +148,7 @@ def event_line(event: RunEvent) -> str | None:
         case "optimizer_replaced":
             return f"{detail['actor']} replaced in {detail['seconds']:.1f} s"
         case "worker_lost":
-            return f"{detail['actor']} died in step {detail['step']}; all workers start anew"
+            return f"lost {detail['actor']} in step {detail['step']}; all workers start anew"
         case "workers_replaced":
             return f"workers replaced in {detail['seconds']:.1f} s"
         case "optimizers_scaled":

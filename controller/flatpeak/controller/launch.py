@@ -7,7 +7,7 @@ and no arena.
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,13 +15,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 from ray.exceptions import ActorAlreadyExistsError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatpeak.controller.cluster import NAMESPACE, check_cluster, connected
 from flatpeak.controller.controller import Controller
 from flatpeak.controller.dashboards.annotations import Annotator
 from flatpeak.controller.dashboards.grafana import Grafana, token_from_environment
+from flatpeak.controller.experiment_logs import check_experiment_logs, experiment_logs
 from flatpeak.controller.leftovers import remove_arenas
 from flatpeak.controller.metrics import serving_of
+from flatpeak.controller.outlet import Outlet
 from flatpeak.controller.resume import snapshot_to_resume
 from flatpeak.controller.runs import (
     Event,
@@ -77,6 +80,7 @@ def resolve(spec: Spec) -> Spec:
     samples_of(resolved, vocab_size=vocab_size)
     serving_of(resolved.metrics)
     _marks(resolved)
+    check_experiment_logs(resolved.logging)
     return resolved
 
 
@@ -92,25 +96,30 @@ def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
     # Marks what this launch makes in places that it shares with others.
     token = secrets.token_hex(4)
     with ExitStack() as after, StopSignals() as signals, RunFolder.create(spec) as folder:
-        marks = after.enter_context(_marks(spec))
-        follower = _Follower(folder, on_event, marks)
-        after.callback(follower.write_report)  # when the folder says how the run ended
+        outlets = [*_marks(spec), *experiment_logs(spec, folder.path)]
+        follower = _Follower(folder, on_event, outlets)
+        # From the last to the first, when the folder says how the run ended.
+        after.callback(follower.warn_of_failures)
+        for outlet in outlets:
+            after.enter_context(outlet)
+        after.callback(follower.write_report)
         try:
             _drive(spec, token, follower, signals)
         except FlatpeakError as error:
             failed = event("failed", reason=str(error))
             folder.record(failed)
-            marks(failed)
+            for outlet in outlets:
+                outlet(failed)
             raise
         finally:
             follower.write_peaks()
         return follower.summary(spec)
 
 
-def _marks(spec: Spec) -> Annotator:
+def _marks(spec: Spec) -> list[Outlet]:
     """Raises InputError where Grafana is asked for, but no token is there."""
     url = spec.metrics.grafana_url
-    return Annotator(None if url is None else Grafana(url, token_from_environment()), spec.run)
+    return [] if url is None else [Annotator(Grafana(url, token_from_environment()), spec.run)]
 
 
 def _drive(spec: Spec, token: str, follower: "_Follower", signals: StopSignals) -> None:
@@ -139,9 +148,12 @@ class _Follower:
     """Writes down every event and keeps what the summary needs."""
 
     def __init__(
-        self, folder: RunFolder, on_event: Callable[[Event], None], marks: Annotator
+        self,
+        folder: RunFolder,
+        on_event: Callable[[Event], None],
+        outlets: Sequence[Outlet],
     ) -> None:
-        self.folder, self._on_event, self._marks = folder, on_event, marks
+        self.folder, self._on_event, self._outlets = folder, on_event, outlets
         self._steps: list[StepRecord] = []
         self._kinds: set[str] = set()
         self._began = time.time()
@@ -158,9 +170,15 @@ class _Follower:
         else:
             self._kinds.add(happened.kind)
         self._on_event(happened)
-        self._marks(happened)
-        if (text := self._marks.take_failure()) is not None:
-            self(event("warning", text=text))
+        for outlet in self._outlets:
+            outlet(happened)
+        self.warn_of_failures()
+
+    def warn_of_failures(self) -> None:
+        """Of outlets, each once."""
+        for outlet in self._outlets:
+            if (text := outlet.take_failure()) is not None:
+                self(event("warning", text=text))
 
     def write_peaks(self) -> None:
         try:
@@ -263,10 +281,16 @@ class _Requests:
 
 
 def _start_controller(spec: Spec, token: str, folder: RunFolder) -> Any:
-    """The run's controller; its name in the cluster keeps a second run of that name out."""
+    """The run's controller; its name in the cluster keeps a second run of that name out.
+
+    It lives on this node, so that whoever started the run knows where `metrics.port` is: Ray puts
+    an actor that asks for no resources on any node.
+    """
     serving = serving_of(spec.metrics)
-    name = f"flatpeak-{spec.run}"
-    actor = ray.remote(Controller).options(name=name, num_cpus=0, max_concurrency=2)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(Controller).options(
+        name=f"flatpeak-{spec.run}", num_cpus=0, max_concurrency=2, scheduling_strategy=here
+    )
     deadline = time.monotonic() + _NAME_FREE_S
     while True:
         try:

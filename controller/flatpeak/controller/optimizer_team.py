@@ -58,10 +58,9 @@ class OptimizerTeam:
 
     `actors` (by index) may still grow; `ownership` says which arenas each owns, `arena_path` where
     one lies. `successor` starts an actor in the place of a dead one, which has `start_timeout_s` to
-    attach. `updates` and `parts` are the answers under way, by who gives them: of the last update
-    and of the snapshot after it. `linked` are actors with connections that no successor can take
-    over: their death is final.
-    `others` are no actors of the team, and whoever waits for them replaces them.
+    attach. `updates`, `parts` and `links` are the answers under way, by who gives them: of the last
+    update, of the snapshot after it, and of `serve`. `others` are no actors of the team, and
+    whoever waits for them replaces them.
     """
 
     def __init__(
@@ -79,10 +78,11 @@ class OptimizerTeam:
         self.updates: dict[str, Any] = {}
         self.parts: dict[str, Any] = {}
         self.ownership = Ownership()
-        self.linked: Container[str] = ()
+        self.links: dict[str, Any] = {}
         self.others: Callable[[], Set[str]] = frozenset
         self._moves: dict[str, Any] = {}
         self._leaving: set[str] = set()
+        self._served: Mapping[int, list[int]] = {}
         self._folder = ""
         self._deaths: Counter[tuple[str, int]] = Counter()
         self._successor, self._arena_path, self._end = successor, arena_path, end
@@ -103,6 +103,17 @@ class OptimizerTeam:
         # An actor runs its calls in order: after that update, before the next one.
         self._folder = folder
         self.parts = {actor.name: self._ask_part(actor) for actor in self.actors}
+
+    def serve(self, ranks: Mapping[int, list[int]]) -> None:
+        """Asks actors, by index, for an address at which these workers of other nodes reach them.
+
+        No successor can take over the connections, and what a worker had sent and nobody confirmed
+        is lost with them. So when such an actor dies, the workers that it served are of no more use
+        either; it is served anew to their successors.
+        """
+        self._served = ranks
+        asked = {index: self.actors[index] for index in ranks}
+        self.links = {a.name: a.handle.serve.remote(ranks[index]) for index, a in asked.items()}
 
     def resize(
         self, count: int, ownership: Ownership, *, joining: Sequence[Placed] = ()
@@ -125,6 +136,7 @@ class OptimizerTeam:
         yield from self._ask_of("taking over arenas", "attach", paths)
         gone = self.actors[count:]
         del self.actors[count:]
+        self._leaving = set()
         for actor in gone:
             self.updates.pop(actor.name, None)
             self._end(actor.handle)
@@ -152,7 +164,7 @@ class OptimizerTeam:
         """
         answers: dict[str, Any] = {}
         others = self.others()
-        mortal = {actor.name for actor in self.actors if actor.name not in self.linked} | others
+        mortal = {actor.name for actor in self.actors} | others
         while waiting := {
             who: ref for refs in pending for who, ref in refs.items() if who not in answers
         }:
@@ -189,6 +201,8 @@ class OptimizerTeam:
         self.updates[who] = actor.handle.finish.remote(*self.last)
         if self.parts:
             self.parts[who] = self._ask_part(actor)
+        if who in self.links:
+            self.links[who] = actor.handle.serve.remote(self._served[index])
         try:
             self._collect(attached, f"replacing {who}", self._start_timeout_s, mortal=(who,))
         except Died:

@@ -118,13 +118,15 @@ class Summary:
     run: str
     folder: str
     steps: int
-    loss: float
+    loss: _NullAsNan
     seconds: float
     peak_bytes: dict[str, int] = field(default_factory=dict)
     device_budget_bytes: int | None = None
 
 
 class RunState(StrEnum):
+    PENDING = "pending"
+    """Never written: submitted to a cluster that has not begun with it."""
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"

@@ -23,6 +23,7 @@ from flatpeak.controller.spec_values import (
     Host,
     JsonLike,
     Multiple,
+    Name,
     PathText,
     PositiveFloat,
     Processes,
@@ -289,6 +290,33 @@ class MetricsSpec(Section):
     """Grafana that gets marks of snapshots and failures; its token is taken from GRAFANA_TOKEN."""
 
 
+class WandbSpec(Section):
+    project: Name | None = None
+    """Weights & Biases project that gets every step (extra `wandb`); null writes none."""
+    entity: Name | None = None
+    """User or team that the project belongs to; null takes your default."""
+    name: Name | None = None
+    """Name of the run there; null takes `run`."""
+    mode: Literal["online", "offline"] = "online"
+    """online needs `wandb login` or WANDB_API_KEY; offline writes files for `wandb sync`."""
+
+    @model_validator(mode="after")
+    def what_is_named_has_a_project(self) -> "WandbSpec":
+        for setting, value in (("entity", self.entity), ("name", self.name)):
+            if value is not None and self.project is None:
+                raise ValueError(
+                    f"{setting} = {value} without `project`, so nothing is written; set it too"
+                )
+        return self
+
+
+class LoggingSpec(Section):
+    tensorboard: bool | PathText = False
+    """true writes into the run folder (extra `tensorboard`), a folder to one of the run below."""
+    wandb: WandbSpec = WandbSpec()
+    """Weights & Biases, where the run is to be seen there."""
+
+
 class Spec(Section):
     run: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)
     """Name of the run and of its folder: a-z, 0-9, dot, dash and underscore."""
@@ -312,6 +340,8 @@ class Spec(Section):
     """When the state goes to disk."""
     metrics: MetricsSpec = MetricsSpec()
     """What is measured."""
+    logging: LoggingSpec = LoggingSpec()
+    """Experiment logs beside the run folder; one that fails is told of, and the run goes on."""
 
     @model_validator(mode="after")
     def parallel_degrees_divide_the_workers(self) -> "Spec":

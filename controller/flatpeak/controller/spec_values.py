@@ -117,5 +117,6 @@ Beta = Annotated[float, Field(ge=0, le=0.9999999), AfterValidator(_held_by_fp32)
 Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 Multiple = Annotated[float, Field(ge=1, le=1e6)]
 PathText = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_one_path)]
+Name = Annotated[str, Field(min_length=1, max_length=128)]
 Host = Annotated[str, AfterValidator(_one_host)]
 JsonLike = Annotated[dict[str, Any], AfterValidator(_json_like)]

@@ -27,7 +27,7 @@ class Interrupted(Exception):
 
 
 class Died(Exception):
-    """`who` died, as `cause` tells; the others had given `answers` until then."""
+    """`who` died, or lost a peer, as `cause` tells; the others had given `answers` until then."""
 
     def __init__(self, who: str, cause: FlatpeakError, answers: dict[str, Any]) -> None:
         super().__init__(who, cause, answers)
@@ -56,8 +56,8 @@ def collect(
 
     Raises the first failure as soon as it is there, without waiting for the others: a rank that
     fails leaves its peers in a collective. `last_seen` says what is known of a process that died.
-    Raises Died for the death of one of `mortal`, WaitTimeout naming those that did not answer, and
-    Interrupted when `interrupted` says so.
+    Raises Died for one of `mortal` that is dead or cut off, WaitTimeout naming those that did not
+    answer, and Interrupted when `interrupted` says so.
     """
     names = {ref: name for name, ref in refs.items()}
     waiting, results = list(refs.values()), {}
@@ -79,10 +79,17 @@ def collect(
                 others = [other for other in ready if other is not ref] + waiting
                 failed, cause = _root_cause(ref, error, others, answers)
                 described = describe(cause, names[failed], what, last_seen)
-                if names[failed] in mortal and isinstance(cause, _DEATHS):
+                if names[failed] in mortal and _is_death(cause):
                     raise Died(names[failed], described, results) from None
                 raise described from None
     return results
+
+
+def _is_death(error: RayError) -> bool:
+    """Whether the process is gone, or of no more use because a peer hung up on it."""
+    if isinstance(error, RayTaskError):
+        return isinstance(error.cause, ConnectionLost)
+    return isinstance(error, _DEATHS)
 
 
 def describe(

@@ -1,4 +1,4 @@
-"""A run as it goes, in a terminal or as lines, read from its folder alone."""
+"""A run as it goes, in a terminal or as lines."""
 
 import sys
 import time
@@ -13,18 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from flatpeak.controller.display import JsonDisplay, PlainDisplay, clock, event_line, memory
+from flatpeak.controller.observed import ObservedRun, RunStatus
 from flatpeak.controller.runs import (
     TOTAL,
     Event,
     RunEvent,
-    RunFolder,
-    RunInfo,
     StepRecord,
     highest_of,
     in_order_of_peaks,
 )
 
-_POLL_S = 0.5
 _RECENT_STEPS = 20
 _RECENT_EVENTS = 5
 _BAR = 26
@@ -48,60 +46,48 @@ class Seen:
         self.highest = highest_of([self.highest, event.peak_bytes])
 
 
-def watch(folder: RunFolder, *, as_json: bool = False) -> None:
+def watch(run: ObservedRun, *, as_json: bool = False) -> None:
     """Shows the run until it has ended; a run that has ended is shown once."""
     console = Console()
     if as_json or not console.is_terminal:
-        _print_lines(folder, as_json=as_json)
+        _print_lines(run, as_json=as_json)
         return
     seen = Seen()
     with Live(console=console, auto_refresh=False, transient=False) as live:
-        for event in follow(folder):
+        for event in run.follow():
             if event is not None:
                 seen(event)
                 continue
-            live.update(picture(folder.info, seen, _ages(folder)), refresh=True)
-    if reason := folder.info.reason:
+            live.update(picture(run.status(), seen, run.last_words()), refresh=True)
+    if reason := run.status().reason:
         console.print(reason, markup=False, highlight=False, soft_wrap=True)
 
 
-def follow(folder: RunFolder) -> Iterator[Event | None]:
-    """Every event so far and to come, and None whenever all that is there has been given."""
-    new = folder.follow()
-    while True:
-        # Asked before the files are read: a run that has ended writes no more.
-        ended = not folder.info.alive
-        yield from new()
-        yield None
-        if ended:
-            return
-        time.sleep(_POLL_S)
-
-
-def _print_lines(folder: RunFolder, *, as_json: bool) -> None:
+def _print_lines(run: ObservedRun, *, as_json: bool) -> None:
     def write(line: str) -> None:
         print(line, file=sys.stdout, flush=True)
 
     show: Callable[[Event], object] = (
-        JsonDisplay(write=write) if as_json else PlainDisplay(steps=folder.info.steps, write=write)
+        JsonDisplay(write=write) if as_json else PlainDisplay(steps=run.status().steps, write=write)
     )
-    for event in follow(folder):
+    for event in run.follow():
         if event is not None:
             show(event)
     if not as_json:
-        write(_state(folder.info))
+        write(_state(run.status()))
 
 
-def picture(info: RunInfo, seen: Seen, ages: dict[str, float]) -> RenderableType:
+def picture(status: RunStatus, seen: Seen, ages: dict[str, float]) -> RenderableType:
     """What the terminal shows, made for 80 columns and more, and for no colour."""
-    parts: list[RenderableType] = [Text(_state(info), style="bold")]
+    parts: list[RenderableType] = [Text(_state(status), style="bold")]
     if seen.steps:
         last = seen.steps[-1]
-        parts += [Text(line) for line in _progress(info, seen, last)]
+        parts += [Text(line) for line in _progress(status, seen, last)]
         if last.peak_bytes:
             parts += [Text(), _peaks(seen, last)]
         parts += [Text(), *(Text(line) for line in _operators(last))]
-    parts += [Text(), Text(_actors(ages)), Text()]
+    parts += [Text(), Text(_actors(ages))] if ages else []
+    parts.append(Text())
     parts += [
         Text(f"{time.strftime('%H:%M:%S', time.localtime(event.time))}  {line}")
         for event in seen.events
@@ -110,17 +96,17 @@ def picture(info: RunInfo, seen: Seen, ages: dict[str, float]) -> RenderableType
     return Group(*parts)
 
 
-def _state(info: RunInfo) -> str:
-    return f"{info.run}: {info.seen_state}"
+def _state(status: RunStatus) -> str:
+    return f"{status.run}: {status.state}"
 
 
-def _progress(info: RunInfo, seen: Seen, last: StepRecord) -> list[str]:
+def _progress(status: RunStatus, seen: Seen, last: StepRecord) -> list[str]:
     seconds = sum(step.step_seconds for step in seen.steps) / len(seen.steps)
     rate = sum(step.tokens for step in seen.steps) / (seconds * len(seen.steps))
-    left = clock((info.steps - last.step) * seconds)
+    left = clock((status.steps - last.step) * seconds)
     skipped = f"  {seen.skipped} skipped" if seen.skipped else ""
     return [
-        f"step {last.step} of {info.steps}  loss {last.loss:.4f}  grad {last.grad_norm:.3f}  "
+        f"step {last.step} of {status.steps}  loss {last.loss:.4f}  grad {last.grad_norm:.3f}  "
         f"lr {last.lr:.2e}",
         f"{rate:,.0f} tokens/s  {seconds:.2f} s a step  {left} left{skipped}",
     ]
@@ -171,12 +157,6 @@ def _operators(last: StepRecord) -> Iterator[str]:
 
 def _actors(ages: dict[str, float]) -> str:
     return "last words  " + ", ".join(f"{name} {_age(age)}" for name, age in ages.items())
-
-
-def _ages(folder: RunFolder) -> dict[str, float]:
-    """Seconds since each process last wrote into its log."""
-    now = time.time()
-    return {path.stem: now - path.stat().st_mtime for path in sorted(folder.logs.glob("*.log"))}
 
 
 def _age(seconds: float) -> str:

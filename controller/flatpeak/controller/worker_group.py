@@ -8,7 +8,8 @@ a function of the weights and the samples, so it comes out the same to the last 
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import pairwise
 from typing import Any, Protocol
 
 from flatpeak.controller.placement import Placed, release
@@ -81,8 +82,8 @@ class WorkerGroup:
         return {_UPDATE + w.name: w.handle.update.remote(*update) for w in self.workers}
 
     def replace(
-        self, death: Died, *, step: int, attach: Callable[[], None] = lambda: None
-    ) -> Generator[Event, None, None]:
+        self, death: Died, *, step: int, attach: Callable[[], Iterable[Event]] = tuple
+    ) -> Iterator[Event]:
         """Puts the next generation in the place of this one, of which one died in `step`.
 
         `attach` gives the new workers what the old ones had. Raises RunFailed when workers die
@@ -100,7 +101,7 @@ class WorkerGroup:
                     f"workers died {self._deaths[step]} times in step {step}, last {death.cause}"
                 )
             try:
-                seconds = self._begin_generation(attach)
+                seconds = yield from self._begin_generation(attach)
             except Died as again:
                 death = again
                 continue
@@ -113,19 +114,25 @@ class WorkerGroup:
             )
             return
 
-    def _begin_generation(self, attach: Callable[[], None]) -> dict[str, float]:
+    def _begin_generation(
+        self, attach: Callable[[], Iterable[Event]]
+    ) -> Generator[Event, None, dict[str, float]]:
         """Returns the seconds that each part took."""
         # Those that live, too: they wait for the dead one, in a process group without a future.
         self._end([worker.handle for worker in self.workers])
         self.workers.clear()
         self.generation += 1
-        parts = {"place_s": self._relaunch, "build_s": self.form, "attach_s": attach}
-        seconds = {}
-        for name, part in parts.items():
-            began = time.perf_counter()
-            part()
-            seconds[name] = time.perf_counter() - began
-        return seconds
+        times = [time.perf_counter()]
+        self._relaunch()
+        times.append(time.perf_counter())
+        self.form()
+        times.append(time.perf_counter())
+        yield from attach()
+        times.append(time.perf_counter())
+        parts = ("place_s", "build_s", "attach_s")
+        return {
+            part: end - start for part, (start, end) in zip(parts, pairwise(times), strict=True)
+        }
 
     def _relaunch(self) -> None:
         self.launch()
