@@ -54,7 +54,7 @@ from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.step_results import check_budget, larger_shapes, step_record
 from flatpeak.controller.waiting import Died, Interrupted, collect, listed
-from flatpeak.controller.worker_group import WorkerGroup
+from flatpeak.controller.worker_group import UPDATE_ON, WorkerGroup
 from flatpeak.workers.actors import log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
 from flatpeak.workers.errors import (
@@ -611,6 +611,7 @@ class Controller:
 
     def _last_seen(self, who: str) -> str:
         """What is known of a process that died: its own memory of it died with it."""
+        who = who.removeprefix(UPDATE_ON)
         if (result := self._results.get(who)) is not None:
             return (
                 f"it had finished step {result.step} with peaks in bytes: {listed(result.peaks)}; "

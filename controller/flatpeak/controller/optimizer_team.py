@@ -136,6 +136,7 @@ class OptimizerTeam:
         yield from self._ask_of("taking over arenas", "attach", paths)
         gone = self.actors[count:]
         del self.actors[count:]
+        self._leaving = set()
         for actor in gone:
             self.updates.pop(actor.name, None)
             self._end(actor.handle)

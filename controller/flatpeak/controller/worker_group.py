@@ -20,7 +20,8 @@ from flatpeak.workers.errors import ClusterError, RunFailed
 
 DEATHS_IN_A_STEP = 3
 """So many in the same step end the run: a fourth generation would not help."""
-_UPDATE = "the update on "
+UPDATE_ON = "the update on "
+"""Begins the name of a worker's part of an update, as `update` asks for it."""
 
 
 class Ask(Protocol):
@@ -58,7 +59,7 @@ class WorkerGroup:
     def mortal(self) -> set[str]:
         """Whose death is no end: what waits for them is to catch Died and call `replace`."""
         names = {worker.name for worker in self.workers}
-        return names | {_UPDATE + name for name in names}
+        return names | {UPDATE_ON + name for name in names}
 
     def launch(self) -> None:
         """Starts the workers, each on the node that it is given."""
@@ -79,7 +80,7 @@ class WorkerGroup:
 
     def update(self, *update: Any) -> dict[str, Any]:
         """Asks for what the workers are to update themselves; the answers to come, by name."""
-        return {_UPDATE + w.name: w.handle.update.remote(*update) for w in self.workers}
+        return {UPDATE_ON + w.name: w.handle.update.remote(*update) for w in self.workers}
 
     def replace(
         self, death: Died, *, step: int, attach: Callable[[], Iterable[Event]] = tuple
@@ -93,7 +94,7 @@ class WorkerGroup:
         self._nodes = self._nodes or [worker.node for worker in self.workers]
         while True:
             began = time.perf_counter()
-            who = death.who.removeprefix(_UPDATE)
+            who = death.who.removeprefix(UPDATE_ON)
             self._deaths[step] += 1
             yield event("worker_lost", actor=who, step=step, reason=str(death.cause))
             if self._deaths[step] >= DEATHS_IN_A_STEP:
