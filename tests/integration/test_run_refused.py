@@ -38,7 +38,8 @@ def refused(
     code = run_command(["train", str(folder / "job.yaml"), *sets])
     assert time.process_time() - began < 10
     out, err = capsys.readouterr()
-    assert out == "loading torch and Ray, checking the job\n"
+    # What the spec alone tells is refused before that.
+    assert out in ("", "loading torch and Ray, checking the job\n")
     assert err.startswith("flatpeak: ")
     assert "Traceback" not in err
     assert not ray.is_initialized()
