@@ -97,5 +97,5 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_the_start(tmp_pat
             (tmp_path / "job.yaml").write_text(dump_spec(spec.model_copy(update={"run": name})))
             assert run_command(["train", str(tmp_path / "job.yaml"), *options]) == 2
             out, err = capsys.readouterr()
-            assert out == ""
+            assert out == "loading torch and Ray, checking the job\n"
             assert f"cannot write the run folder {runs / name}: Read-only file system" in err
