@@ -209,6 +209,8 @@ def stop(
     found = find_run(_where(runs_dir, address), run)
     if not found.status().over:  # it has an update to finish and a snapshot to write
         print(f"{run}: stopping, which may take {timeout:g} s", file=sys.stderr, flush=True)
+    else:
+        print(f"{run} had ended already", file=sys.stderr)
     state = found.stop(timeout_s=timeout)
     print(json.dumps({"run": run, "state": str(state)}) if as_json else f"{run}: {state}")
 
@@ -221,7 +223,10 @@ def scale(
     runs_dir: RunsDir = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Change the number of optimizer actors of a run while it trains, at the next step boundary."""
+    """Change the number of optimizer actors of a run while it trains, at the next step boundary.
+
+    Needs the run's folder, also of one that was submitted: --runs-dir says where it is.
+    """
     from flatpeak.controller.display import event_line
     from flatpeak.controller.runs import RunFolder
     from flatpeak.controller.scale_requests import scale_run
@@ -236,7 +241,7 @@ def watch(
     run: RunName,
     runs_dir: LocalOrNot = None,
     address: Address = None,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for it to start.")] = 60.0,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for a local run.")] = 60.0,
     as_json: Json = False,
 ) -> None:
     """Show a run as it goes: peaks against their bounds, loss, speed, events."""
@@ -459,4 +464,6 @@ def _cell(value: Any) -> str:
         return "-"
     if isinstance(value, list | tuple) and value:  # one figure a rank, say: JSON has them all
         return f"{_cell(min(value))} to {_cell(max(value))}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value).partition("\n")[0]
+    if not isinstance(value, float):
+        return str(value).partition("\n")[0]
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"

@@ -117,7 +117,8 @@ class JobClient(JobSubmissionClient):
             refusal = str(error).splitlines()[0]
             raise InputError(
                 f"the cluster at {self.address} refuses this client: {refusal}; put its token "
-                "into ~/.ray/auth_token or RAY_AUTH_TOKEN, and do not set RAY_AUTH_MODE=disabled"
+                "into ~/.ray/auth_token, RAY_AUTH_TOKEN or the file of RAY_AUTH_TOKEN_PATH, and do "
+                "not set RAY_AUTH_MODE=disabled"
             ) from None
         except requests.exceptions.ReadTimeout:
             raise WaitTimeout(
