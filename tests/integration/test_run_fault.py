@@ -1,14 +1,15 @@
-"""A rank that raises in the middle of a step, while its peers wait for it in a collective."""
+"""A rank that raises while its peers are in a collective, and one that dies in an update."""
 
 from pathlib import Path
 
 import pytest
 
 from driven_run import FAULTS, driving, tiny_job
+from local_run import holds_state_of, train_locally
 
 pytestmark = pytest.mark.timeout(500)
 
-FAIL_ON_RANK_3_IN_STEP_2 = """
+WHEN_IMPORTED = """
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
@@ -16,7 +17,7 @@ from importlib.machinery import PathFinder
 
 class Fault(MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "flatpeak.workers.model":
+        if name != MODULE:
             return None
         spec = PathFinder.find_spec(name, path)
         self.execute, spec.loader.exec_module = spec.loader.exec_module, self.execute_with_fault
@@ -24,6 +25,15 @@ class Fault(MetaPathFinder):
 
     def execute_with_fault(self, module):
         self.execute(module)
+        self.change(module)
+"""
+
+FAIL_ON_RANK_3_IN_STEP_2 = """
+MODULE = "flatpeak.workers.model"
+
+
+class ForwardFault(Fault):
+    def change(self, module):
         forward = module.ShardedModel.forward
         calls = []
 
@@ -36,12 +46,37 @@ class Fault(MetaPathFinder):
         module.ShardedModel.forward = forward_or_fail
 
 
-sys.meta_path.insert(0, Fault())
+sys.meta_path.insert(0, ForwardFault())
+"""
+
+DIE_ON_RANK_1_IN_UPDATE_3 = """
+import os
+import threading
+
+MODULE = "flatpeak.workers.trainer"
+
+
+class UpdateFault(Fault):
+    def change(self, module):
+        update = module.Trainer.update
+
+        def update_or_die(trainer, step, **how):
+            flag = os.path.join(os.path.dirname(__file__), "died")
+            if trainer.rank == 1 and step == 3 and not os.path.exists(flag):
+                open(flag, "w").close()
+                threading.Timer(0.5, os._exit, [9]).start()  # when the answer is on its way
+            else:
+                update(trainer, step, **how)
+
+        module.Trainer.update = update_or_die
+
+
+sys.meta_path.insert(0, UpdateFault())
 """
 
 
 def test_the_driver_stops_with_the_traceback_of_the_rank_that_raised(tmp_path: Path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text(FAIL_ON_RANK_3_IN_STEP_2)
+    (tmp_path / "sitecustomize.py").write_text(WHEN_IMPORTED + FAIL_ON_RANK_3_IN_STEP_2)
     monkeypatch.setenv(FAULTS, str(tmp_path))
     job = tiny_job(tmp_path, cluster={"workers": 4}, parallel={"expert": 4, "vocabulary": 2})
     with driving(job, tmp_path) as driver:
@@ -57,3 +92,24 @@ def test_the_driver_stops_with_the_traceback_of_the_rank_that_raised(tmp_path: P
     assert "worker 0" not in ended.err
     assert driver.run.info.reason in ended.err
     assert "step 2 failed" in (driver.run.logs / "worker-3.log").read_text()
+
+
+def test_a_worker_that_dies_in_the_last_update_leaves_it_to_its_successor(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(WHEN_IMPORTED + DIE_ON_RANK_1_IN_UPDATE_3)
+    job = tiny_job(
+        tmp_path,
+        train={"steps": 3},
+        cluster={"workers": 2},
+        parallel={"sequence": 1, "expert": 2, "vocabulary": 2},
+        memory={"optimizer": {"bucket_parameters": 3000, "update_on": "device"}},
+    )
+    with monkeypatch.context() as faulty:
+        faulty.setenv(FAULTS, str(tmp_path))
+        with driving(job, tmp_path) as driver:
+            ended = driver.end()
+            assert driver.left() == []
+    assert ended.code == 0, ended.err
+    assert ended.kinds().count("worker_lost") == ended.kinds().count("workers_replaced") == 1
+    wanted = train_locally(job, tmp_path)
+    assert [step["loss"] for step in ended.steps()] == wanted.losses
+    assert holds_state_of(driver.run.snapshots / "step-3", wanted)

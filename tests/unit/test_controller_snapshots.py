@@ -45,7 +45,11 @@ class Team:
         self.parts = {"optimizer 0": Path(folder)}
 
     def gather(
-        self, what: str, timeout_s: float, *pending: dict[str, Any]
+        self,
+        what: str,
+        timeout_s: float,
+        *pending: dict[str, Any],
+        watched: Mapping[str, Any] | None = None,
     ) -> Generator[Any, None, dict[str, Any]]:
         self.asked.append(f"wait for {what}")
         yield from ()

@@ -133,7 +133,9 @@ def test_the_address_is_that_of_the_option_or_of_rays_variables(given, environme
     assert job_address(given, environment) == address
 
 
-@pytest.mark.parametrize("given", ["ray://head:10001", "http://", "http://a b:1", "http://a:x", ""])
+@pytest.mark.parametrize(
+    "given", ["ray://head:10001", "http://", "http://a b:1", "http://a:x", "http://a:99999", ""]
+)
 def test_what_is_no_address_of_a_job_server_is_refused(given):
     with pytest.raises(InputError, match=r"give that of the cluster's dashboard, like http://HEAD"):
         job_address(given, {})
@@ -154,6 +156,13 @@ def test_the_token_is_looked_for_where_ray_does(tmp_path, monkeypatch):
     assert authorization({"RAY_AUTH_MODE": "disabled"}) == {}
     with pytest.raises(InputError, match=r"absent: No such file"):
         authorization({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "absent")})
+
+
+@pytest.mark.parametrize("token", ["two words", "two\nlines", "naïve"])
+def test_a_token_that_is_no_word_is_refused_and_not_shown(token):
+    with pytest.raises(InputError, match=r"is not one word of printable ASCII$") as caught:
+        authorization({"RAY_AUTH_TOKEN": token})
+    assert token[:3] not in str(caught.value)
 
 
 @pytest.mark.parametrize("given", ["A-B=1", "=1", "ABSENT_HERE"])
@@ -199,7 +208,7 @@ def test_a_token_that_is_refused_is_one_message(server, monkeypatch, capsys, tok
     assert run_command(["status", "--address", server.url]) == 2
     err = capsys.readouterr().err
     assert message in err
-    assert "~/.ray/auth_token or RAY_AUTH_TOKEN" in err
+    assert "put its token into ~/.ray/auth_token" in err
     assert err.count("\n") == 1
 
 

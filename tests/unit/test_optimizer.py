@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -988,3 +989,17 @@ def test_stand_alone_a_parameter_given_twice_is_refused():
         pytest.raises(InputError, match="given twice"),
     ):
         OffloadStreamAdamW([parameter, parameter])
+
+
+def test_what_cannot_be_updated_or_copied_is_refused(tmp_path):
+    with pytest.raises(InputError, match="a parameter is on the meta device; give it memory"):
+        OffloadStreamAdamW([torch.nn.Parameter(torch.empty(4, device="meta"))])
+    table = torch.nn.Embedding(10, 4, sparse=True)
+    optimizer = OffloadStreamAdamW(table.parameters())
+    with pytest.raises(
+        InputError, match=r"shape \[10, 4\] has a gradient of layout torch.sparse_coo"
+    ):
+        table(torch.tensor([1])).sum().backward()
+    for copy_it in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(InputError, match="cannot be copied or pickled"):
+            copy_it(optimizer)

@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Generator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -80,6 +81,7 @@ class World:
         timeout_s: float,
         *,
         mortal: Container[str] = (),
+        watched: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, str]:
         if what == self.stop_at:
             raise Interrupted

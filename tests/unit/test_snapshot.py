@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import subprocess
 
 import pyarrow as pa
@@ -388,6 +389,20 @@ def test_the_latest_is_the_highest_step_not_the_last_name(tmp_path):
         if step in (2, 9, 11):
             cluster.save(run, step)
     assert find_latest(run) == (snapshot_folder(run, 11), ())
+
+
+def test_a_snapshot_under_the_name_of_another_step_is_not_the_latest(tmp_path):
+    cluster = Cluster(tmp_path / "a").start()
+    run = tmp_path / "run"
+    for step in (1, 2):
+        cluster.train([step])
+        cluster.save(run, step)
+    shutil.copytree(snapshot_folder(run, 1), snapshot_folder(run, 20))
+    found = find_latest(run)
+    assert found.folder == snapshot_folder(run, 2)
+    assert "it is of step 1, and its folder is step-20" in found.skipped[0]
+    keep_last(run, 1)
+    assert find_latest(run).folder == snapshot_folder(run, 2)
 
 
 def test_only_the_last_complete_snapshots_and_what_is_in_the_making_stay(tmp_path):

@@ -131,6 +131,18 @@ def test_one_whose_peer_hung_up_is_lost_too(monkeypatch):
     assert str(caught.value.cause) == "worker 0: the connection to optimizer 0 is lost"
 
 
+def test_who_is_watched_is_not_waited_for_but_may_fail():
+    assert ask(Script(("worker 0", 10)), "worker 0", watched={"worker 1": "worker 1"}) == {
+        "worker 0": 10
+    }
+    script = Script(("worker 1", Death()))
+    with pytest.raises(Died) as caught:
+        ask(script, "worker 0", watched={"worker 1": "worker 1"}, mortal=["worker 1"])
+    assert caught.value.who == "worker 1"
+    with pytest.raises(WaitTimeout, match="no answer from worker 0 within"):
+        ask(Script(), "worker 0", watched={"worker 1": "worker 1"}, timeout_s=0.05)
+
+
 def test_a_timeout_names_those_who_did_not_answer():
     script = Script(("worker 0", 10))
     with pytest.raises(WaitTimeout) as caught:

@@ -138,3 +138,8 @@ def test_a_death_before_all_have_a_node_binds_nobody_to_one():
         world.group.launch()
     list(world.group.replace(death("node"), step=0))
     assert [worker.node for worker in world.group.workers] == ["n1", "n1"]
+    world.nodes = ("n0", "n1", "n2")
+    events = world.group.replace(death(), step=1, attach=world.attach)
+    assert next(events).kind == "worker_lost"
+    with pytest.raises(ClusterError, match=r"worker 0 came back on node n2, .* node n1"):
+        next(events)

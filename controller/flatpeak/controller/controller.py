@@ -16,6 +16,7 @@ from collections.abc import Container, Generator, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flatpeak.controller.display import count
@@ -541,7 +542,7 @@ class Controller:
         Workers hold no state, so an interrupted run need not wait for the step they are in.
         """
         self._unstoppable = True
-        yield from self._team.gather("the last update", timeout_s, self._team.updates)
+        yield from self._finish_update(timeout_s)
         yield from self._commit_snapshot()  # of an earlier step
         self._committed = self._team.last.step
         yield from self._gather_snapshot()
@@ -552,6 +553,20 @@ class Controller:
             yield from self._commit_snapshot()
             if self._unsaved is not None:
                 raise self._unsaved
+
+    def _finish_update(self, timeout_s: float) -> Iterator[Event]:
+        while True:
+            # Workers that update buckets say so when they begin; the optimizer actors wait for the
+            # end, which never comes if a worker dies. A step that it is in delays this answer.
+            present = {w.name: w.handle.node.remote() for w in self._workers if self._on_device}
+            try:
+                yield from self._team.gather(
+                    "the last update", timeout_s, self._team.updates, watched=present
+                )
+            except Died as death:
+                yield from self._replace_workers(death)
+            else:
+                return
 
     def _keep_what_can_be(self, timeout_s: float) -> Iterator[Event]:
         """After a failure: all state is with the optimizer actors, which may be well."""
@@ -593,6 +608,7 @@ class Controller:
         timeout_s: float,
         *,
         mortal: Container[str] = (),
+        watched: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, Any]:
         return collect(
             refs,
@@ -603,6 +619,7 @@ class Controller:
             interrupted=lambda: self._stop.is_set() and not self._unstoppable,
             last_seen=self._last_seen,
             mortal=mortal,
+            watched=watched,
         )
 
     def _look_for_stop(self) -> None:

@@ -58,6 +58,9 @@ def export_run(
     Raises CheckpointError when there is no such snapshot, or it is damaged or not of the model that
     the run's spec names; InputError when `target` holds something or cannot be written.
     """
+    snapshots = (folder.path / "snapshots").resolve()
+    if snapshots in (target.resolve(), *target.resolve().parents):
+        raise InputError(f"{target} is among the run's snapshots, which it removes; choose another")
     spec = load_spec(folder.path / "spec.yaml")
     snapshot, skipped = _snapshot(folder, step)
     model = checkpoint.build_meta_model(

@@ -20,6 +20,7 @@ from collections.abc import (
     Sequence,
     Set,
 )
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from flatpeak.controller.ownership import Ownership
@@ -50,6 +51,7 @@ class Collect(Protocol):
         timeout_s: float,
         *,
         mortal: Container[str] = (),
+        watched: Mapping[str, Any] = ...,
     ) -> dict[str, Any]: ...
 
 
@@ -155,10 +157,15 @@ class OptimizerTeam:
         return {number: self._arena_path(number) for number in numbers}
 
     def gather(
-        self, what: str, timeout_s: float, *pending: dict[str, Any]
+        self,
+        what: str,
+        timeout_s: float,
+        *pending: dict[str, Any],
+        watched: Mapping[str, Any] = MappingProxyType({}),
     ) -> Generator[Event, None, dict[str, Any]]:
         """The answers of all that is `pending`, of which `updates` and `parts` may be some.
 
+        Of those `watched` the failures alone count, while there is something to wait for.
         For an actor that dies, the answers of its successor count. Raises what `collect` raises,
         `Died` for one of `others`, and `RunFailed` when an actor dies again and again.
         """
@@ -169,7 +176,7 @@ class OptimizerTeam:
             who: ref for refs in pending for who, ref in refs.items() if who not in answers
         }:
             try:
-                answers |= self._collect(waiting, what, timeout_s, mortal=mortal)
+                answers |= self._collect(waiting, what, timeout_s, mortal=mortal, watched=watched)
             except Died as death:
                 if death.who in others:
                     raise

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Container, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import ray
@@ -50,23 +51,25 @@ def collect(
     interrupted: Callable[[], bool] = lambda: False,
     last_seen: Callable[[str], str] = lambda who: "",
     mortal: Container[str] = (),
+    watched: Mapping[str, Any] = MappingProxyType({}),
     answers: Answers = ray,
 ) -> dict[str, Any]:
     """The results of `refs` (who was asked, to the object reference of the answer).
 
     Raises the first failure as soon as it is there, without waiting for the others: a rank that
-    fails leaves its peers in a collective. `last_seen` says what is known of a process that died.
+    fails leaves its peers in a collective; so it does for `watched`, which are not waited for.
+    `last_seen` says what is known of a process that died.
     Raises Died for one of `mortal` that is dead or cut off, WaitTimeout naming those that did not
     answer, and Interrupted when `interrupted` says so.
     """
-    names = {ref: name for name, ref in refs.items()}
-    waiting, results = list(refs.values()), {}
+    names = {ref: name for name, ref in (*refs.items(), *watched.items())}
+    waiting, owed, results = [*refs.values(), *watched.values()], set(refs.values()), {}
     deadline = time.monotonic() + timeout_s
-    while waiting:
+    while owed:
         if interrupted():
             raise Interrupted
         if time.monotonic() > deadline:
-            missing = ", ".join(sorted(names[ref] for ref in waiting))
+            missing = ", ".join(sorted(names[ref] for ref in owed))
             raise WaitTimeout(
                 f"{what}: no answer from {missing} within {timeout_s:g} s; raise "
                 "cluster.step_timeout_s or cluster.start_timeout_s if they only need longer"
@@ -74,7 +77,7 @@ def collect(
         ready, waiting = answers.wait(waiting, timeout=_POLL_S)
         for ref in ready:
             try:
-                results[names[ref]] = answers.get(ref)
+                answer = answers.get(ref)
             except RayError as error:
                 others = [other for other in ready if other is not ref] + waiting
                 failed, cause = _root_cause(ref, error, others, answers)
@@ -82,6 +85,9 @@ def collect(
                 if names[failed] in mortal and _is_death(cause):
                     raise Died(names[failed], described, results) from None
                 raise described from None
+            if ref in owed:
+                owed.remove(ref)
+                results[names[ref]] = answer
     return results
 
 

@@ -51,6 +51,7 @@ class WorkerGroup:
         self.shards: list[tuple[Shard, ...]] = []
         """Of each rank, once the model is built, as the bytes that its boundaries take."""
         self.slab_bytes: list[int] = []
+        self._names: set[str] = set()  # also while no worker of a generation is there yet
         self._nodes: list[str] = []
         self._deaths: Counter[int] = Counter()
         self._start, self._ask, self._end = start, ask, end
@@ -58,14 +59,14 @@ class WorkerGroup:
     @property
     def mortal(self) -> set[str]:
         """Whose death is no end: what waits for them is to catch Died and call `replace`."""
-        names = {worker.name for worker in self.workers}
-        return names | {UPDATE_ON + name for name in names}
+        return self._names | {UPDATE_ON + name for name in self._names}
 
     def launch(self) -> None:
         """Starts the workers, each on the node that it is given."""
         # One by one into the list, so that those that are there can be ended if the next cannot.
         for worker in self._start(self.generation):
             self.workers.append(worker)
+            self._names.add(worker.name)
         nodes = self._ask(self.workers, "start of the workers", "node")
         self.workers[:] = [Placed(w.name, w.handle, nodes[w.name]) for w in self.workers]
 
@@ -90,8 +91,8 @@ class WorkerGroup:
         `attach` gives the new workers what the old ones had. Raises RunFailed when workers die
         again and again, and ClusterError when they do not come back to their nodes.
         """
-        # Where there is no group of arenas yet, nothing binds them to a node.
-        self._nodes = self._nodes or [worker.node for worker in self.workers]
+        if all(worker.node for worker in self.workers):
+            self._nodes = self._nodes or [worker.node for worker in self.workers]
         while True:
             began = time.perf_counter()
             who = death.who.removeprefix(UPDATE_ON)
@@ -137,8 +138,10 @@ class WorkerGroup:
 
     def _relaunch(self) -> None:
         self.launch()
+        if not self._nodes:
+            return  # none of them had a node yet, so there is no arena on any
         for worker, node in zip(self.workers, self._nodes, strict=True):
-            if node and worker.node != node:
+            if worker.node != node:
                 raise ClusterError(
                     f"{worker.name} came back on node {worker.node}, and the weights are in the "
                     f"memory of node {node}, which is lost or full; go on from the last snapshot "

@@ -423,6 +423,12 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         for core in self._cores:
             core.commit_load(self._version, updates=max(updates, default=0))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InputError(
+            "an OffloadStreamAdamW cannot be copied or pickled, its state is in an arena; make "
+            "another one and give it this one's state_dict()"
+        )
+
     def close(self) -> None:
         """Leave the parameters alone from now on, and remove the arena."""
         for hook in self._hooks:
@@ -445,6 +451,11 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
 
     def _take_gradient(self, p: Tensor) -> None:
         if p.grad is not None:
+            if p.grad.layout != torch.strided:
+                raise InputError(
+                    f"a parameter of shape {list(p.shape)} has a gradient of layout "
+                    f"{p.grad.layout}; make it dense, e.g. with nn.Embedding(..., sparse=False)"
+                )
             gradient = local_part(p.grad).reshape(-1)
             self._stream.write(self._held[p].name, 0, gradient, accumulate=True)
             p.grad = None

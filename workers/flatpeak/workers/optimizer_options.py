@@ -39,7 +39,12 @@ def check_group(options: Mapping[str, Any], where: str = "") -> None:
 
 
 def check_parameters(parameters: Sequence[Any], where: str) -> None:
-    """Raises InputError for a parameter that a group holds twice."""
+    """Raises InputError for a parameter that a group holds twice, or that has no memory."""
+    if any(parameter.is_meta for parameter in parameters):
+        raise InputError(
+            f"{where}a parameter is on the meta device; give it memory and values first, e.g. with "
+            "module.to_empty(device=...)"
+        )
     if len({id(parameter) for parameter in parameters}) < len(parameters):
         raise InputError(f"{where}a parameter is given twice; give each of them once")
 

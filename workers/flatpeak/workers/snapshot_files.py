@@ -6,6 +6,7 @@ blocks of a file leave no byte out, and they are listed in the manifest, which h
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -127,7 +128,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         content = json.loads(written)
     except FileNotFoundError:
         raise damaged(path, "it is missing, the snapshot was not finished") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise damaged(path, str(error)) from None
     checksum = content.pop("crc32", None) if isinstance(content, dict) else None
     if checksum != _checksum(content):
@@ -139,6 +140,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if written != _dumped(content):  # spaces, say, which mean nothing
         raise damaged(path, "it is not as it was written")
+    named = re.fullmatch(r"step-(\d+)", folder.name)
+    if named and int(named[1]) != content["step"]:  # as the newest it would outlive all others
+        raise damaged(path, f"it is of step {content['step']}, and its folder is {folder.name}")
     return content
 
 

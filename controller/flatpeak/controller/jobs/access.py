@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flatpeak.workers.errors import InputError
 
-_ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[^\s/:@]+)(:[0-9]{1,5})?(/\S*)?")
+_ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[^\s/:@%]+)(:[0-9]{1,5})?(/\S*)?")
 
 
 def job_address(given: str | None, environment: Mapping[str, str]) -> str | None:
@@ -24,7 +24,8 @@ def job_address(given: str | None, environment: Mapping[str, str]) -> str | None
     if given is None:
         return None
     address = (given if "://" in given else f"http://{given}").rstrip("/")
-    if not _ADDRESS.fullmatch(address):
+    found = _ADDRESS.fullmatch(address)
+    if not found or int((found[2] or ":0")[1:]) > 65535:
         raise InputError(
             f"{given!r} is no address of a job server; give that of the cluster's dashboard, "
             "like http://HEAD:8265"
@@ -39,6 +40,11 @@ def authorization(environment: Mapping[str, str]) -> dict[str, str]:
     """
     mode = environment.get("RAY_AUTH_MODE", "").lower()
     token = None if mode == "disabled" else _token(environment)
+    if token is not None and not re.fullmatch(r"[!-~]+", token):
+        raise InputError(
+            "the token of the Ray cluster (RAY_AUTH_TOKEN, or the file of RAY_AUTH_TOKEN_PATH, or "
+            "~/.ray/auth_token) is not one word of printable ASCII"
+        )
     if token is None and mode == "token":
         raise InputError(
             "RAY_AUTH_MODE is token, but there is none; put the cluster's into ~/.ray/auth_token, "

@@ -6,7 +6,7 @@ Importing this imports Ray.
 import logging
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -71,10 +71,16 @@ class JobClient(JobSubmissionClient):
     def flatpeak_jobs(self) -> dict[str, dict[str, str]]:
         """The metadata of the jobs that are runs of Flatpeak, by submission id, oldest first."""
         return {
-            job.submission_id: job.metadata
-            for job in sorted(self.list_jobs(), key=lambda job: job.start_time or 0)
-            if job.submission_id and job.metadata and {RUN, STEPS, FOLDER} <= job.metadata.keys()
+            job.submission_id: metadata
+            for job in sorted(self._all_jobs(), key=lambda job: job.start_time or 0)
+            if job.submission_id and _is_run(metadata := job.metadata or {})
         }
+
+    def _all_jobs(self) -> list[JobDetails]:
+        try:
+            return self.list_jobs()
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._no_server(f"it answers like something else ({error})") from None
 
     def last_lines(self, job: JobDetails, lines: int) -> list[str]:
         """Of what the job's driver printed; nothing before it has begun."""
@@ -108,7 +114,10 @@ class JobClient(JobSubmissionClient):
         answer = self._do_request("GET", endpoint, params=params)
         if answer.status_code != 200:
             self._raise_error(answer)
-        return answer.json()["data"]
+        try:
+            return answer.json()["data"]
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._no_server(f"it answers like something else ({error})") from None
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> requests.Response:
         try:
@@ -139,6 +148,10 @@ class JobClient(JobSubmissionClient):
         lines = [line for line in r.text.splitlines() if line.strip(" .")]
         reason = lines[-1] if lines else "no text"
         raise ClusterError(f"the job server at {self.address} answers {r.status_code}: {reason}")
+
+
+def _is_run(metadata: Mapping[str, str]) -> bool:
+    return {RUN, STEPS, FOLDER} <= metadata.keys() and metadata[STEPS].isdecimal()
 
 
 @contextmanager
