@@ -51,7 +51,7 @@ sys.meta_path.insert(0, ForwardFault())
 
 DIE_ON_RANK_1_IN_UPDATE_3 = """
 import os
-import threading
+import time
 
 MODULE = "flatpeak.workers.trainer"
 
@@ -64,9 +64,12 @@ class UpdateFault(Fault):
             flag = os.path.join(os.path.dirname(__file__), "died")
             if trainer.rank == 1 and step == 3 and not os.path.exists(flag):
                 open(flag, "w").close()
-                threading.Timer(0.5, os._exit, [9]).start()  # when the answer is on its way
-            else:
-                update(trainer, step, **how)
+                trainer._device_update.update = die  # in its thread, when the answer is on its way
+            update(trainer, step, **how)
+
+        def die(*arguments, **how):
+            time.sleep(0.5)
+            os._exit(9)
 
         module.Trainer.update = update_or_die
 

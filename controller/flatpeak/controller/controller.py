@@ -556,12 +556,13 @@ class Controller:
 
     def _finish_update(self, timeout_s: float) -> Iterator[Event]:
         while True:
-            # Workers that update buckets say so when they begin; the optimizer actors wait for the
-            # end, which never comes if a worker dies. A step that it is in delays this answer.
-            present = {w.name: w.handle.node.remote() for w in self._workers if self._on_device}
+            # The optimizer actors wait for the workers' part, whose end never comes if one dies.
+            workers = self._workers if self._on_device else ()
+            beside = {w.name: w.handle.finish_update.remote() for w in workers}
             try:
+                # Watched alone: a worker may be in a step first, that nobody needs any more.
                 yield from self._team.gather(
-                    "the last update", timeout_s, self._team.updates, watched=present
+                    "the last update", timeout_s, self._team.updates, watched=beside
                 )
             except Died as death:
                 yield from self._replace_workers(death)

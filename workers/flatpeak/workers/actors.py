@@ -186,6 +186,10 @@ class TrainWorker(_Exporting):
         """Begins to update what this worker updates; what it raises, the next step raises."""
         self._trainer.update(step, lr=lr, clip_factor=clip_factor)
 
+    def finish_update(self) -> None:
+        """Returns when that has ended; raises what it raised."""
+        self._trainer.finish_update()
+
 
 class OptimizerActor(_Exporting):
     """Owner of arenas: fills them, updates them, writes them to disk, removes them."""

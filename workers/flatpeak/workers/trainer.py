@@ -262,6 +262,11 @@ class Trainer:
         if self._device_update is not None:
             self._device_update.start(step, lr=lr, clip_factor=clip_factor)
 
+    def finish_update(self) -> None:
+        """Returns when what `update` began has ended; raises what it raised."""
+        if self._device_update is not None:
+            self._device_update.join()
+
     def step(self, step: int) -> StepResult:
         """Forward and backward of `step` (from 1) on the weights that step - 1 left.
 
