@@ -100,7 +100,7 @@ def test_a_controller_that_is_not_up_is_not_waited_for(monkeypatch, tmp_path, an
     monkeypatch.setattr(launch, "_ANSWER_S", 0.0)
     signals = StopSignals()
     signals.count = 1
-    arguments = (Mock(), "token", follower, signals)
+    arguments = (Mock(), "token", None, follower, signals)
     if answers:
         launch._follow(*arguments)
         follower.assert_called_once_with("interrupted")

@@ -7,7 +7,7 @@ from typing import Protocol
 from flatpeak.controller.outlet import Outlet
 from flatpeak.controller.runs import Event, StepRecord
 
-_NO_FIGURES = frozenset({"step", "first_sample", "last_sample"})
+_NO_FIGURES = frozenset({"step", "time", "first_sample", "last_sample"})
 
 
 class Writer(Protocol):
