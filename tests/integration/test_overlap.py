@@ -135,7 +135,7 @@ def test_weights_that_never_come_are_waited_for_no_longer_than_a_step_may_take(t
         parallel={"sequence": 1, "expert": 1, "vocabulary": 1},
     )
     (message,) = run_ranks(1, _never_updated, spec, str(tmp_path))
-    assert "optimizer actor 0 did not reach version 1 within 1 s" in message
+    assert "bucket 0 of arena 0 did not reach version 1 within 1 s" in message
 
 
 @pytest.mark.timeout(400)
