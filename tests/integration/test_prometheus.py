@@ -12,6 +12,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,8 @@ def ask(api: str, path: str, **parameters: str) -> Any:
             return json.load(answer)["data"]
     except urllib.error.HTTPError as error:
         with error:
+            if error.code == HTTPStatus.SERVICE_UNAVAILABLE:
+                return None
             raise AssertionError(f"{parameters}: {error.read().decode()}") from None
     except OSError:
         return None
