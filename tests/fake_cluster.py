@@ -1,18 +1,18 @@
 """Stand-ins for a Ray cluster's job server: its HTTP API, and the client of one job."""
 
 import json
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from platform import python_version
 from typing import Any
 from urllib.parse import urlparse
 
 import ray
 from ray.job_submission import DriverInfo, JobDetails, JobStatus, JobType
+
+from fake_server import serving
 
 TOKEN = "the-token-of-the-cluster"
 
@@ -91,34 +91,8 @@ class JobServer:
 @contextmanager
 def job_server(**fields: Any) -> Iterator[JobServer]:
     server = JobServer(**fields)
-
-    class Handler(BaseHTTPRequestHandler):
-        def _handle(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            token = self.headers.get("Authorization")
-            status, text = server.answer(self.command, self.path, body, token)
-            try:
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(text.encode())
-            except BrokenPipeError:
-                pass  # the client had no more patience, as the test wants
-
-        do_GET = do_POST = do_PUT = _handle
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever)
-    thread.start()
-    server.url = f"http://127.0.0.1:{listening.server_port}"
-    try:
+    with serving(server.answer) as server.url:
         yield server
-    finally:
-        listening.shutdown()
-        thread.join()
-        listening.server_close()
 
 
 class OneJob:

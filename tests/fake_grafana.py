@@ -1,12 +1,12 @@
 """A stand-in for Grafana's HTTP API: the routes that are used, and answers that go wrong."""
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from fake_server import serving
 
 TOKEN = "glsa_secret"
 
@@ -23,7 +23,8 @@ class FakeGrafana:
         self.delay_s = 0.0
         self.url = ""
 
-    def answer(self, method: str, path: str, body: Any, token: str) -> tuple[int, str]:
+    def answer(self, method: str, path: str, content: bytes, token: str | None) -> tuple[int, str]:
+        body = json.loads(content) if content else None
         self.requests.append((method, path, body))
         time.sleep(self.delay_s)
         if self.broken is not None:
@@ -65,32 +66,5 @@ class FakeGrafana:
 @contextmanager
 def fake_grafana() -> Iterator[FakeGrafana]:
     grafana = FakeGrafana()
-
-    class Handler(BaseHTTPRequestHandler):
-        def _handle(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            given = json.loads(body) if body else None
-            token = self.headers.get("Authorization", "")
-            status, text = grafana.answer(self.command, self.path, given, token)
-            try:
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(text.encode())
-            except BrokenPipeError:
-                pass  # the client had no more patience, as the test wants
-
-        do_GET = do_POST = _handle
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    grafana.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with serving(grafana.answer) as grafana.url:
         yield grafana
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

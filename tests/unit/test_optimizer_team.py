@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from flatpeak.controller.optimizer_team import DEATHS_IN_A_STEP, OptimizerTeam, Update
+from flatpeak.controller.optimizer_team import OptimizerTeam, Update
 from flatpeak.controller.ownership import Ownership
 from flatpeak.controller.placement import Placed
 from flatpeak.controller.runs import RunEvent
-from flatpeak.controller.waiting import Died, Interrupted
+from flatpeak.controller.waiting import DEATHS_IN_A_STEP, Died, Interrupted
 from flatpeak.workers.errors import RunFailed
 
 UPDATE = Update(7, 1e-3, 0.5)

@@ -7,8 +7,8 @@ import pytest
 
 from flatpeak.controller.placement import Placed
 from flatpeak.controller.runs import Event, event
-from flatpeak.controller.waiting import Died
-from flatpeak.controller.worker_group import DEATHS_IN_A_STEP, WorkerGroup
+from flatpeak.controller.waiting import DEATHS_IN_A_STEP, Died
+from flatpeak.controller.worker_group import WorkerGroup
 from flatpeak.workers.errors import ClusterError, RunFailed
 
 ANSWERS = {

@@ -26,11 +26,8 @@ from typing import Any, NamedTuple, Protocol
 from flatpeak.controller.ownership import Ownership
 from flatpeak.controller.placement import Placed, release
 from flatpeak.controller.runs import Event, event
-from flatpeak.controller.waiting import Died
+from flatpeak.controller.waiting import DEATHS_IN_A_STEP, Died
 from flatpeak.workers.errors import RunFailed
-
-DEATHS_IN_A_STEP = 3
-"""So many of one actor while the same update is under way end the run: a fourth would not help."""
 
 
 class Update(NamedTuple):

@@ -17,6 +17,9 @@ from ray.exceptions import (
 
 from flatpeak.workers.errors import ConnectionLost, FlatpeakError, RunFailed, WaitTimeout
 
+DEATHS_IN_A_STEP = 3
+"""So many of one actor, or of the workers, in the same step end the run: a fourth try would not
+help."""
 _POLL_S = 0.25
 _CAUSE_S = 2.0
 _COLOURS = re.compile(r"\x1b\[\d*m")

@@ -14,12 +14,10 @@ from typing import Any, Protocol
 
 from flatpeak.controller.placement import Placed, release
 from flatpeak.controller.runs import Event, event
-from flatpeak.controller.waiting import Died
+from flatpeak.controller.waiting import DEATHS_IN_A_STEP, Died
 from flatpeak.workers.buckets import Shard
 from flatpeak.workers.errors import ClusterError, RunFailed
 
-DEATHS_IN_A_STEP = 3
-"""So many in the same step end the run: a fourth generation would not help."""
 UPDATE_ON = "the update on "
 """Begins the name of a worker's part of an update, as `update` asks for it."""
 
@@ -49,7 +47,7 @@ class WorkerGroup:
         self.workers: list[Placed] = []
         self.generation = 0
         self.shards: list[tuple[Shard, ...]] = []
-        """Of each rank, once the model is built, as the bytes that its boundaries take."""
+        """Of each rank once the model is built; so are `slab_bytes`, which its boundaries take."""
         self.slab_bytes: list[int] = []
         self._names: set[str] = set()  # also while no worker of a generation is there yet
         self._nodes: list[str] = []
