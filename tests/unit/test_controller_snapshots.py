@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from flatpeak.controller.controller import Controller
+from flatpeak.controller.lives import Life
 from flatpeak.controller.optimizer_team import Update
 from flatpeak.controller.placement import Placed
 from flatpeak.controller.runs import RunEvent
@@ -101,7 +102,7 @@ def controller_of(
         snapshots=snapshots,
     )
     run = SavedRun(spec)
-    controller = Controller(spec, str(run.folder.path), "token", None, None)
+    controller = Controller(Life(spec, "token"), str(run.folder.path), None)
     worker = SimpleNamespace(step=SimpleNamespace(remote=result))
     controller._workers.append(Placed("worker 0", worker, "node"))
     controller._sizes, controller._arenas = run.sizes, (None,)  # pyright: ignore[reportAttributeAccessIssue]

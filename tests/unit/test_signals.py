@@ -9,8 +9,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from flatpeak.controller.runs import RunFolder
+from flatpeak.controller.leftovers import HeldArenas
+from flatpeak.controller.lives import Lives
+from flatpeak.controller.runs import RunFolder, event
 from flatpeak.controller.signals import StopSignals, terminated_as_interrupted
+from local_run import tiny_spec
+from tiny_models import tiny_content
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
 
@@ -83,7 +87,8 @@ def test_a_controller_that_is_not_up_is_not_waited_for(monkeypatch, tmp_path, an
 
     controller, answer = Mock(), object()
     controller.stop.remote.return_value = answer
-    controller.run.options.return_value.remote.return_value = events = iter(["interrupted"])
+    interrupted = event("interrupted", step=0)
+    controller.run.options.return_value.remote.return_value = events = iter([interrupted])
     waits = []
 
     def wait(refs, *, timeout):
@@ -100,10 +105,11 @@ def test_a_controller_that_is_not_up_is_not_waited_for(monkeypatch, tmp_path, an
     monkeypatch.setattr(launch, "_ANSWER_S", 0.0)
     signals = StopSignals()
     signals.count = 1
-    arguments = (Mock(), "token", None, follower, signals)
+    lives = Lives(tiny_spec(tiny_content("qwen3_moe")), tmp_path, None)
+    arguments = (lives, HeldArenas(str(tmp_path), "tiny"), follower, signals)
     if answers:
         launch._follow(*arguments)
-        follower.assert_called_once_with("interrupted")
+        follower.assert_called_once_with(interrupted)
     else:
         with pytest.raises(KeyboardInterrupt):
             launch._follow(*arguments)

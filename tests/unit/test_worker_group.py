@@ -9,7 +9,7 @@ from flatpeak.controller.placement import Placed
 from flatpeak.controller.runs import Event, event
 from flatpeak.controller.waiting import DEATHS_IN_A_STEP, Died
 from flatpeak.controller.worker_group import WorkerGroup
-from flatpeak.workers.errors import ClusterError, RunFailed
+from flatpeak.workers.errors import RunFailed, StateLost
 
 ANSWERS = {
     "node": "n0",
@@ -127,7 +127,7 @@ def test_workers_that_come_back_elsewhere_have_lost_their_arenas():
     world = started(nodes=("n0", "n1"))
     events = world.group.replace(death(), step=7, attach=world.attach)
     assert next(events).kind == "worker_lost"
-    with pytest.raises(ClusterError, match=r"worker 0 came back on node n1, .* node n0"):
+    with pytest.raises(StateLost, match=r"worker 0 came back on node n1, .* node n0"):
         next(events)
     assert world.attached == []
 
@@ -141,5 +141,5 @@ def test_a_death_before_all_have_a_node_binds_nobody_to_one():
     world.nodes = ("n0", "n1", "n2")
     events = world.group.replace(death(), step=1, attach=world.attach)
     assert next(events).kind == "worker_lost"
-    with pytest.raises(ClusterError, match=r"worker 0 came back on node n2, .* node n1"):
+    with pytest.raises(StateLost, match=r"worker 0 came back on node n2, .* node n1"):
         next(events)

@@ -28,15 +28,20 @@ from flatpeak.controller.host_plan import (
     planned_host_bytes,
 )
 from flatpeak.controller.leftovers import arena_name
+from flatpeak.controller.lives import REPLACED, STARTED, Life
 from flatpeak.controller.metrics import RunMetrics
 from flatpeak.controller.optimizer_team import OptimizerTeam, Update
 from flatpeak.controller.ownership import HeldArena, Ownership, assign_arenas
 from flatpeak.controller.placement import (
+    NodeWatch,
     Placed,
     arena_homes,
     arenas_beside,
     arenas_for,
     free_cpus,
+    living_runs,
+    optimizer_homes,
+    optimizer_homes_again,
     pick_device,
     release,
     remote_ranks,
@@ -46,23 +51,26 @@ from flatpeak.controller.placement import (
     start_optimizers,
     start_workers,
     sweep_nodes,
+    worker_nodes,
 )
 from flatpeak.controller.resume import check_parameters, parameter_sizes, snapshot_meta
 from flatpeak.controller.runs import Event, RunEvent, RunFolder, event
 from flatpeak.controller.scale_requests import DONE, REFUSED
 from flatpeak.controller.scaling import Capacity, Change, Refused, Scaling, handed_over
 from flatpeak.controller.schedule import lr
-from flatpeak.controller.spec import Spec
 from flatpeak.controller.step_results import check_budget, larger_shapes, step_record
+from flatpeak.controller.takeover import update_under_way
 from flatpeak.controller.waiting import Died, Interrupted, collect, listed
-from flatpeak.controller.worker_group import UPDATE_ON, WorkerGroup
+from flatpeak.controller.worker_group import UPDATE_ON, WorkerGroup, parts_of
 from flatpeak.workers.actors import log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
 from flatpeak.workers.errors import (
     CheckpointError,
     FlatpeakError,
+    ProcessLost,
     RunFailed,
     SnapshotFailed,
+    StateLost,
     WaitTimeout,
 )
 from flatpeak.workers.host_memory import HostMemory
@@ -74,6 +82,7 @@ from flatpeak.workers.snapshot import (
     commit_manifest,
     discard_parts,
     keep_last,
+    saved_steps,
     snapshot_folder,
 )
 from flatpeak.workers.trainer import SlabRegion, StepResult
@@ -88,16 +97,13 @@ log = logging.getLogger("flatpeak")
 class Controller:
     """A Ray actor with two threads: one runs the training, the other hears `stop` and `scale`.
 
-    `folder` is the run folder; the spec's degrees are resolved; `token` marks this launch in names
-    that all runs share; `snapshot` is what the run goes on from, checked by the driver.
+    `folder` is the run folder, `life` what it begins from, checked by the driver.
     """
 
-    def __init__(
-        self, spec: Spec, folder: str, token: str, serving: Serving | None, snapshot: str | None
-    ) -> None:
-        self.spec, self.folder, self._token = spec, Path(folder), token
+    def __init__(self, life: Life, folder: str, serving: Serving | None) -> None:
+        spec = self.spec = life.spec
+        self.folder, self._life = Path(folder), life
         self._records = RunFolder(self.folder)
-        self._resumed = None if snapshot is None else Path(snapshot)
         self._serving = serving
         self._metrics = RunMetrics(spec)
         log_to(str(self.folder / "logs"), "controller")
@@ -105,9 +111,15 @@ class Controller:
         self._stop = threading.Event()
         self._group: Any = None
         self._device = ""
-        self._crew = WorkerGroup(start=self._start_workers, ask=self._ask)
+        self._crew = WorkerGroup(
+            start=self._start_workers,
+            ask=self._ask,
+            generation=life.generation,
+            nodes=life.left.worker_nodes if life.left else (),
+        )
         self._workers = self._crew.workers
         self._optimizers: list[Placed] = []
+        self._watch = NodeWatch()
         self._homes: list[str] = []  # the node of each arena
         self._arenas: tuple[PlannedArena, ...] = ()
         self._filled = False  # whether the actors were told to make them
@@ -125,6 +137,7 @@ class Controller:
             start=self._start_optimizer,
             timeout_s=spec.cluster.start_timeout_s,
         )
+        self._started = False
         self._committed = 0
         self._saved = 0
         self._written: tuple[int, dict[str, Any]] | None = None
@@ -148,10 +161,6 @@ class Controller:
         """Trains to the last step; yields what happens as it happens."""
         for happened in self._run():
             self._metrics.observe(happened)
-            if not isinstance(happened, RunEvent):
-                # Here, since a driver that is killed reads no more of what was done until then, and
-                # a snapshot may be of that.
-                self._records.record(happened)
             yield happened
             if isinstance(happened, RunEvent):
                 yield from self._follow_actors(happened)
@@ -165,10 +174,15 @@ class Controller:
             except Interrupted:
                 end = "interrupted"
             except Died as death:
+                if not self._started:
+                    raise ProcessLost(str(death.cause)) from None
                 raise death.cause from None
             yield from _told(self._scaling.close("the run ended first"))
             yield from self._keep_committed(self._patience_s)
             yield event(end, step=self._committed)
+        except (ProcessLost, StateLost):
+            log.exception("the run begins anew")
+            raise
         except Exception as error:
             log.exception("the run failed")
             if error is not self._unsaved:  # else it is the last attempt that failed
@@ -183,51 +197,79 @@ class Controller:
     # Start
 
     def _start(self) -> Iterator[Event]:
-        spec = self.spec
-        workers, actors = spec.cluster.workers, spec.cluster.optimizers
+        spec, left = self.spec, self._life.left
+        times = [time.perf_counter()]
         device = self._device = pick_device(spec)
-        yield event("starting", what=f"placing {count(workers, 'worker')} and starting them")
-        for group in reserve_workers(spec, device):
+        workers = count(spec.cluster.workers, "worker")
+        yield event("starting", what=f"placing {workers} and starting them")
+        nodes = left.worker_nodes if left else ()
+        again = self._life.number > 0
+        for group in reserve_workers(
+            spec, device, token=self._life.token, nodes=nodes, patient=again
+        ):
             self._group = group
             self._look_for_stop()
+            if left is not None:
+                self._watch.check({*left.worker_nodes, *left.arena_nodes})
+        if left is not None:
+            self._start_optimizers(optimizer_homes_again(spec, left))
         try:
             self._crew.launch()
         except Died as death:
             yield from self._crew.replace(death, step=self._committed)
-        nodes = sorted({worker.node for worker in self._workers})
-        yield event("workers_placed", device=device, workers=len(self._workers), nodes=nodes)
-        # Before the model is built, so that both start at once.
-        marks = self._marks(self._crew.generation)
-        for optimizer in start_optimizers(spec, self._workers, **marks):
-            self._optimizers.append(optimizer)
+        placed = worker_nodes(self._workers)
+        yield event("workers_placed", device=device, workers=len(self._workers), nodes=placed)
+        if left is None:  # before the model is built, so that both start at once
+            self._start_optimizers(optimizer_homes(spec, self._workers))
         if self._serving is not None:
             yield self._metrics.serve(self._serving)
             yield from self._export(self._serving, [*self._workers, *self._optimizers])
 
+        times.append(time.perf_counter())
         yield event("starting", what="building the model")
         try:
             if not self._crew.shards:
                 self._crew.form()
         except Died as death:
             yield from self._crew.replace(death, step=self._committed)
+        times.append(time.perf_counter())
         self._homes = arena_homes(spec, self._workers, self._optimizers)
         buckets = cut_buckets(
             [shard for own in self._crew.shards for shard in own],
             bucket_parameters=spec.memory.optimizer.bucket_parameters,
             arenas_of_rank=lambda rank: arenas_for(spec, self._workers[rank], self._homes),
         )
-        buckets = yield from self._divide_updates(buckets, device)
         regions = slab_regions(self._crew.slab_bytes, self._workers, self._homes)
-        yield event("starting", what=f"filling the arenas of {count(actors, 'optimizer actor')}")
-        self._ask(self._optimizers, "start of the optimizer actors", "sweep")
-        planned = yield from self._fill_arenas(buckets, regions)
-        yield event(
-            "started",
-            parameters=sum(bucket.size for bucket in buckets),
-            buckets=len(buckets),
-            planned_host_bytes=planned,
-            step=self._committed,
-        )
+        actors = count(len(self._optimizers), "optimizer actor")
+        if left is not None:
+            yield event("starting", what=f"taking over the arenas with {actors}")
+            yield from self._take_over(buckets, regions)
+            times.append(time.perf_counter())
+            yield event(
+                REPLACED,
+                generation=self._crew.generation,
+                step=self._team.last.step,
+                seconds=times[-1] - times[0],
+                **parts_of(times),
+            )
+        else:
+            buckets = yield from self._divide_updates(buckets, device)
+            yield event("starting", what=f"filling the arenas of {actors}")
+            planned = yield from self._fill_arenas(buckets, regions)
+            yield event(
+                STARTED,
+                parameters=sum(bucket.size for bucket in buckets),
+                buckets=len(buckets),
+                planned_host_bytes=planned,
+                step=self._committed,
+                worker_nodes=[worker.node for worker in self._workers],
+                arena_nodes=self._homes,
+            )
+        self._started = True
+
+    def _start_optimizers(self, homes: Sequence[str]) -> None:
+        for optimizer in start_optimizers(self.spec, homes, **self._marks(self._crew.generation)):
+            self._optimizers.append(optimizer)
 
     def _follow_actors(self, happened: RunEvent) -> Iterator[Event]:
         """Keeps the list of who serves metrics as actors come; `RunMetrics` sees who is lost."""
@@ -292,38 +334,81 @@ class Controller:
         self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]
     ) -> Generator[Event, None, dict[str, int]]:
         """Returns the bytes of host memory taken on each node."""
-        self._on_device = any(bucket.updater is not None for bucket in buckets)
-        self._sizes = parameter_sizes(held for bucket in buckets for held in bucket.ranges)
-        snapshot = self._resumed
+        snapshot = self._life.snapshot
+        self._know(buckets, regions)
         if snapshot is not None:
             with SnapshotReader(snapshot) as reader:
                 check_parameters(reader, self._sizes)
                 self._committed = self._saved = reader.step
                 self._team.last = Update(reader.step, 0.0, None)
             yield event("resumed", snapshot=str(snapshot), step=self._committed)
-        actors, spare_frames = self._optimizers, self.spec.memory.optimizer.slots
-        homes = self._homes
-        arenas = plan_arenas(buckets, regions, arenas=len(homes), spare_frames=spare_frames)
-        planned = planned_host_bytes(arenas, homes, regions, self._workers)
+        actors, arenas = self._optimizers, self._arenas
+        living = [run for run in living_runs() if run != self.spec.run]
+        self._ask([*self._workers, *actors], "start of the actors", "sweep", living)
+        planned = planned_host_bytes(arenas, self._homes, regions, self._workers)
         rooms = self._ask(first_of_nodes(actors), "looking at the host memory", "host_room")
         check_host_bytes(planned, actors, rooms)
-        self._arenas, self._filled = arenas, True
-        # Arenas go to the actors of the same number as far as there are any, the others to balance.
-        own = [number if number < len(actors) else None for number in range(len(homes))]
-        self._team.ownership = ownership = self._assign(own, actors)
+        self._filled = True
         refs = {}
         for index, actor in enumerate(actors):
-            numbers = ownership.of(index)
+            numbers = self._team.ownership.of(index)
             refs[actor.name] = actor.handle.create.remote(
                 {number: arenas[number] for number in numbers}, self._paths(numbers), snapshot
             )
-        self._collect(refs, "filling the arenas", self.spec.cluster.start_timeout_s)
+        self._gather(refs, "filling the arenas")
+        yield from self._attach_or_replace()
+        return planned
+
+    def _know(self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]) -> None:
+        """Takes down what follows from the cut, and who is to own which arena."""
+        self._on_device = any(bucket.updater is not None for bucket in buckets)
+        self._sizes = parameter_sizes(held for bucket in buckets for held in bucket.ranges)
+        actors, homes = self._optimizers, self._homes
+        slots = self.spec.memory.optimizer.slots
+        self._arenas = plan_arenas(buckets, regions, arenas=len(homes), spare_frames=slots)
+        # Arenas go to the actors of the same number as far as there are any, the others to balance.
+        own = [number if number < len(actors) else None for number in range(len(homes))]
+        self._team.ownership = self._assign(own, actors)
         self._attach = partial(self._attach_workers, buckets, regions)
+
+    def _take_over(
+        self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]
+    ) -> Generator[Event, None, None]:
+        """Goes on with the arenas of a controller that died, wherever it was.
+
+        Its processes are dead or about to die: an arena is not owned, nor a worker's part of it,
+        before the kernel has taken the lock from them. So what is read of the arenas once all locks
+        are held stays so.
+        """
+        self._know(buckets, regions)  # by the sizes alone: who updates what is in the arenas
+        self._filled = True
+        ownership = self._team.ownership
+        attach = {
+            actor.name: actor.handle.attach.remote(self._paths(ownership.of(index)))
+            for index, actor in enumerate(self._optimizers)
+        }
+        self._gather(attach, "taking over the arenas")
+        held = self._ask(self._optimizers, "reading the arenas", "buckets")
+        found = {bucket.index: bucket for own in held.values() for bucket in own}
+        self._know(tuple(found[index] for index in sorted(found)), regions)
+        self._team.ownership = ownership
+        yield from self._attach_or_replace()
+        answers = self._ask(self._optimizers, "reading the arenas", "versions")
+        versions = {version for found in answers.values() for version in found}
+        records = self._records.steps()
+        update = update_under_way(
+            versions, records[-1] if records else None, self.spec.train.max_grad_norm
+        )
+        self._committed = min(versions)
+        saved = (step for step in saved_steps(self.folder) if step <= self._committed)
+        self._saved = max(saved, default=0)
+        self._team.finish(update, beside=self._crew.update(*update) if self._on_device else {})
+
+    def _attach_or_replace(self) -> Iterator[Event]:
         try:
             yield from self._attach()
         except Died as death:
             yield from self._replace_workers(death)
-        return planned
 
     def _attach_workers(
         self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]
@@ -367,7 +452,8 @@ class Controller:
         return assign_arenas(held, [actor.node for actor in actors])
 
     def _arena_path(self, number: int) -> str:
-        name = arena_name(self.spec.run, self._token, number)
+        made_by = self._life.left or self._life
+        name = arena_name(self.spec.run, made_by.token, number)
         return str(Path(self.spec.cluster.shm_dir) / name)
 
     def _paths(self, numbers: Iterable[int]) -> dict[int, str]:
@@ -382,14 +468,14 @@ class Controller:
     def _marks(self, generation: int) -> dict[str, Any]:
         """What a process of a generation bears."""
         logs = str(self.folder / "logs")
-        return {"logs": logs, "token": self._token, "generation": generation}
+        return {"logs": logs, "token": self._life.token, "generation": generation}
 
     # Train
 
     def _train(self) -> Iterator[Event]:
         largest: dict[str, tuple[int, ...]] = {}
         self._scaling.open()
-        for step in range(self._committed + 1, self.spec.train.steps + 1):
+        for step in range(self._team.last.step + 1, self.spec.train.steps + 1):
             began = time.perf_counter()
             answers = yield from self._step(step)
             self._committed = self._team.last.step
@@ -403,8 +489,13 @@ class Controller:
             check_budget(self._results, self.spec.memory.device_budget_bytes)
             yield from self._scale()
             rate = lr(step, train=self.spec.train)
+            record = step_record(self.spec, results, rate, time.perf_counter() - began)
+            # First: if this process dies in the update, the next one finishes it by the record. And
+            # here: a driver that is killed reads no more of what was done until then, of which
+            # there may be a snapshot.
+            self._records.record(record)
             self._update(results[0], rate)
-            yield step_record(self.spec, results, rate, time.perf_counter() - began)
+            yield record
             every = self.spec.snapshots.every_steps
             if every and step % every == 0:
                 self._begin_snapshot()
@@ -593,14 +684,19 @@ class Controller:
         self._scaling.close("the run has ended")
         release(self._group, [placed.handle for placed in self._workers + self._optimizers])
         if not closed and self.spec.cluster.address != "local":  # there the driver sees to it
-            sweep_nodes(self.spec, sorted(set(self._homes)), self._token)
+            made_by = self._life.left or self._life
+            sweep_nodes(self.spec, sorted(set(self._homes)), made_by.token)
 
     # Waiting
 
     def _ask(self, actors: list[Placed], what: str, method: str, *args: Any) -> dict[str, Any]:
         refs = {placed.name: getattr(placed.handle, method).remote(*args) for placed in actors}
-        timeout, mortal = self.spec.cluster.start_timeout_s, self._crew.mortal
-        return self._collect(refs, what, timeout, mortal=mortal)
+        return self._gather(refs, what)
+
+    def _gather(self, refs: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """Raises Died for any of them."""
+        timeout = self.spec.cluster.start_timeout_s
+        return self._collect(refs, what, timeout, mortal=refs.keys() | self._crew.mortal)
 
     def _collect(
         self,
@@ -611,17 +707,26 @@ class Controller:
         mortal: Container[str] = (),
         watched: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        return collect(
-            refs,
-            what=what,
-            timeout_s=timeout_s,
-            # At the end there is nothing left to stop but keeping what is committed; and between
-            # two owners an arena would be missing in that.
-            interrupted=lambda: self._stop.is_set() and not self._unstoppable,
-            last_seen=self._last_seen,
-            mortal=mortal,
-            watched=watched,
-        )
+        try:
+            return collect(
+                refs,
+                what=what,
+                timeout_s=timeout_s,
+                interrupted=self._interrupted,
+                last_seen=self._last_seen,
+                mortal=mortal,
+                watched=watched,
+            )
+        except RunFailed:
+            self._watch.check(self._homes, now=True)  # which is why, if there is a why
+            raise
+
+    def _interrupted(self) -> bool:
+        """Raises StateLost when nobody can answer any more."""
+        self._watch.check(self._homes)
+        # At the end there is nothing left to stop but keeping what is committed; and between two
+        # owners an arena would be missing in that.
+        return self._stop.is_set() and not self._unstoppable
 
     def _look_for_stop(self) -> None:
         if self._stop.is_set():

@@ -165,6 +165,16 @@ def event_line(event: RunEvent) -> str | None:
             return f"lost {detail['actor']} in step {detail['step']}; all workers start anew"
         case "workers_replaced":
             return f"workers replaced in {detail['seconds']:.1f} s"
+        case "controller_lost":
+            return f"the controller died after step {detail['step']}; another takes its place"
+        case "controller_replaced":
+            return f"controller replaced in {detail['seconds']:.1f} s, at step {detail['step']}"
+        case "start_failed":
+            return f"the start is begun again: {detail['reason']}"
+        case "state_lost":
+            source = "the newest snapshot" if detail["snapshot"] else "the start"
+            again = count(detail["redone_steps"], "step")
+            return f"{detail['reason']}: the run goes on from {source}, {again} are done again"
         case "optimizers_scaled":
             return (
                 f"{detail['before']} to {count(detail['after'], 'optimizer actor')} after step "

@@ -5,7 +5,6 @@ and no arena.
 """
 
 import math
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
-from ray.exceptions import ActorAlreadyExistsError, RayError, RayTaskError
+from ray.exceptions import ActorAlreadyExistsError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from flatpeak.controller.cluster import NAMESPACE, check_cluster, connected
@@ -22,12 +21,15 @@ from flatpeak.controller.controller import Controller
 from flatpeak.controller.dashboards.annotations import Annotator
 from flatpeak.controller.dashboards.grafana import Grafana, token_from_environment
 from flatpeak.controller.experiment_logs import check_experiment_logs, experiment_logs
-from flatpeak.controller.leftovers import remove_arenas
+from flatpeak.controller.leftovers import HeldArenas, remove_arenas
+from flatpeak.controller.lives import REPLACED, ControllerLost, Life, Lives
 from flatpeak.controller.metrics import serving_of
 from flatpeak.controller.outlet import Outlet
+from flatpeak.controller.placement import release_group_of
 from flatpeak.controller.resume import Resume, check_parameters, snapshot_to_resume
 from flatpeak.controller.runs import (
     Event,
+    RunEvent,
     RunFolder,
     StepRecord,
     Summary,
@@ -98,8 +100,6 @@ def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
     sweep_stale(node_path(spec.cluster.shm_dir))
     resume = snapshot_to_resume(spec, runs_folder(spec.runs_dir) / spec.run)
     spec = resolve(spec, resume)
-    # Marks what this launch makes in places that it shares with others.
-    token = secrets.token_hex(4)
     with ExitStack() as after, StopSignals() as signals, RunFolder.create(spec) as folder:
         outlets = [*_marks(spec), *experiment_logs(spec, folder.path)]
         follower = _Follower(folder, on_event, outlets)
@@ -111,7 +111,8 @@ def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
         for text in resume.warnings if resume else ():
             follower(event("warning", text=text))
         try:
-            _drive(spec, token, resume, follower, signals)
+            lives = Lives(spec, folder.path, resume and resume.snapshot.resolve())
+            _drive(lives, follower, signals)
         except FlatpeakError as error:
             failed = event("failed", reason=str(error))
             folder.record(failed)
@@ -129,9 +130,8 @@ def _marks(spec: Spec) -> list[Outlet]:
     return [] if url is None else [Annotator(Grafana(url, token_from_environment()), spec.run)]
 
 
-def _drive(
-    spec: Spec, token: str, resume: Resume | None, follower: "_Follower", signals: StopSignals
-) -> None:
+def _drive(lives: Lives, follower: "_Follower", signals: StopSignals) -> None:
+    spec = lives.life.spec
     local = spec.cluster.address == "local"
     what = "Ray on this machine" if local else f"in the Ray cluster at {spec.cluster.address}"
     follower(event("starting", what=f"starting {what}"))
@@ -143,7 +143,7 @@ def _drive(
             for warning in warnings:
                 follower(warning)
             if not signals.count:
-                _follow(spec, token, resume, follower, signals)
+                _supervise(lives, follower, signals)
     except SystemExit:  # SIGTERM while Ray was starting: it had taken the signal over
         raise KeyboardInterrupt from None
     except ClusterError:
@@ -151,7 +151,8 @@ def _drive(
             raise KeyboardInterrupt from None
         raise
     finally:
-        remove_arenas(spec.cluster.shm_dir, spec.run, token)
+        for token in lives.tokens:
+            remove_arenas(spec.cluster.shm_dir, spec.run, token)
     if not follower.finished:
         raise KeyboardInterrupt
 
@@ -177,6 +178,8 @@ class _Follower:
 
     def __call__(self, happened: Event) -> None:
         if isinstance(happened, StepRecord):
+            while self._steps and self._steps[-1].step >= happened.step:
+                self._steps.pop()  # done again
             self._steps.append(happened)  # the controller has recorded it
         else:
             self.folder.record(happened)
@@ -191,6 +194,14 @@ class _Follower:
         for outlet in self._outlets:
             if (text := outlet.take_failure()) is not None:
                 self(event("warning", text=text))
+
+    def catch_up(self, step: int) -> None:
+        """Hands on the steps until this one that a controller recorded before it died, and could
+        not tell of any more."""
+        last = self._steps[-1].step if self._steps else 0
+        for record in self.folder.steps():
+            if last < record.step <= step:
+                self(record)
 
     def last_seen(self, who: str) -> str:
         """What is known of a controller that died."""
@@ -238,11 +249,29 @@ class _Follower:
         )
 
 
-def _follow(
-    spec: Spec, token: str, resume: Resume | None, follower: _Follower, signals: StopSignals
-) -> None:
-    """Hands on the controller's events until it is done; the first signal asks it to stop."""
-    controller = _start_controller(spec, token, resume, follower.folder)
+def _supervise(lives: Lives, follower: _Follower, signals: StopSignals) -> None:
+    """Starts controllers one after the other until one comes to the run's end."""
+    spec = lives.life.spec
+    with HeldArenas(spec.cluster.shm_dir, spec.run) as held:
+        while True:
+            try:
+                return _follow(lives, held, follower, signals)
+            except FlatpeakError as error:
+                if signals.count and not lives.settled:
+                    raise KeyboardInterrupt from None
+                release_group_of(spec.run, lives.life.token)
+                for happened in lives.go_on(error):
+                    follower(happened)
+                held.hold(lives.arenas)
+
+
+def _follow(lives: Lives, held: HeldArenas, follower: _Follower, signals: StopSignals) -> None:
+    """Hands on a controller's events until it is done; the first signal asks it to stop.
+
+    Raises what the controller raises, and ControllerLost when it dies.
+    """
+    life = lives.life
+    controller = _start_controller(life, follower.folder)
     events = controller.run.options(num_returns="streaming").remote()
     answer: Any = None
     give_up = math.inf
@@ -253,7 +282,8 @@ def _follow(
             requests.look()
             if signals.count > 1:
                 raise KeyboardInterrupt
-            if signals.count and answer is None:
+            # What an earlier life left is kept by none but one that has taken it over.
+            if signals.count and answer is None and (life.left is None or lives.settled):
                 answer = controller.stop.remote()
                 give_up = time.monotonic() + _ANSWER_S
             # A controller that is not up yet hears nothing, and has done nothing worth keeping.
@@ -261,16 +291,25 @@ def _follow(
                 raise KeyboardInterrupt
             ready, _ = ray.wait([events], timeout=_POLL_S)
             if ready:
-                event: Any = ray.get(next(events))
+                happened: Any = ray.get(next(events))
                 silent = False
-                follower(event)
+                if isinstance(happened, RunEvent) and happened.kind == REPLACED:
+                    follower.catch_up(happened.detail["step"])
+                follower(happened)
+                lives.observe(happened)
+                requests.observe(happened)
+                held.hold(lives.arenas)
     except StopIteration:
         return
     except RayError as error:
+        requests.abandon()
         cause = getattr(error, "cause", None)
         if isinstance(cause, FlatpeakError):
             raise cause from None
-        raise describe(error, "the controller", "the run", follower.last_seen) from None
+        described = describe(error, "the controller", "the run", follower.last_seen)
+        if isinstance(error, RayActorError):
+            raise ControllerLost(str(described)) from None
+        raise described from None
     finally:
         ray.kill(controller)
 
@@ -281,6 +320,7 @@ class _Requests:
     def __init__(self, controller: Any, follower: _Follower) -> None:
         self._controller, self._follower = controller, follower
         self._asked: tuple[ScaleRequest, Any] | None = None
+        self._owed: set[str] = set()  # whose end has not been told of yet
 
     def look(self) -> None:
         if self._asked is None:
@@ -288,8 +328,10 @@ class _Requests:
             if request is not None:
                 answer = self._controller.scale.remote(request.id, request.optimizers)
                 self._asked = request, answer
+                self._owed.add(request.id)
             return
         request, answer = self._asked
+        reason: Any
         if not ray.wait([answer], timeout=0)[0]:
             return
         self._asked = None
@@ -298,15 +340,29 @@ class _Requests:
         except RayTaskError as error:  # a request never ends a run
             reason = str(describe(error, "the controller", "scaling"))
         if reason is not None:
-            self._follower(event(REFUSED, request=request.id, reason=reason))
+            self._refuse(request.id, reason)
+
+    def observe(self, happened: Event) -> None:
+        if isinstance(happened, RunEvent):
+            self._owed.discard(happened.detail.get("request", ""))
+
+    def abandon(self) -> None:
+        """The controller is gone, and what it was asked for with it."""
+        for request in sorted(self._owed):
+            self._refuse(request, "the controller ended while it was at it; ask again")
+
+    def _refuse(self, request: str, reason: str) -> None:
+        self._owed.discard(request)
+        self._follower(event(REFUSED, request=request, reason=reason))
 
 
-def _start_controller(spec: Spec, token: str, resume: Resume | None, folder: RunFolder) -> Any:
+def _start_controller(life: Life, folder: RunFolder) -> Any:
     """The run's controller; its name in the cluster keeps a second run of that name out.
 
     It lives on this node, so that whoever started the run knows where `metrics.port` is: Ray puts
     an actor that asks for no resources on any node.
     """
+    spec = life.spec
     serving = serving_of(spec.metrics)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(Controller).options(
@@ -315,8 +371,7 @@ def _start_controller(spec: Spec, token: str, resume: Resume | None, folder: Run
     deadline = time.monotonic() + _NAME_FREE_S
     while True:
         try:
-            snapshot = None if resume is None else str(resume.snapshot.resolve())
-            return actor.remote(spec, str(folder.path.resolve()), token, serving, snapshot)
+            return actor.remote(life, str(folder.path.resolve()), serving)
         except ActorAlreadyExistsError:
             # The one of a driver that was just killed goes within seconds.
             if time.monotonic() > deadline:

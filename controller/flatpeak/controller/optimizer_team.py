@@ -92,6 +92,11 @@ class OptimizerTeam:
         self.last = update
         self.updates = {**beside} | {a.name: a.handle.update.remote(*update) for a in self.actors}
 
+    def finish(self, update: Update, *, beside: Mapping[str, Any]) -> None:
+        """`update` for actors that took over arenas of others, which may have done all of it."""
+        self.last = update
+        self.updates = {**beside} | {a.name: a.handle.finish.remote(*update) for a in self.actors}
+
     def update_beside(self, beside: Mapping[str, Any]) -> None:
         """Puts other workers' part of the last update in the place of those that were asked."""
         own = {actor.name for actor in self.actors}

@@ -8,7 +8,7 @@ asked for is first compared with what the cluster has.
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +27,16 @@ from ray.util.scheduling_strategies import (
 )
 
 from flatpeak.controller.leftovers import remove_arenas
+from flatpeak.controller.lives import Left
 from flatpeak.controller.spec import ClusterSpec, Spec
 from flatpeak.workers.actors import OptimizerActor, TrainWorker
 from flatpeak.workers.buckets import Bucket
-from flatpeak.workers.errors import ClusterError
+from flatpeak.workers.errors import ClusterError, StateLost
 from flatpeak.workers.trainer import SlabRegion
 
 _POLL_S = 0.25
 _GONE_S = 10.0
+_NODE_LABEL = "ray.io/node-id"
 _SLAB_ALIGNMENT = 4096
 
 log = logging.getLogger("flatpeak")
@@ -63,10 +65,14 @@ def pick_device(spec: Spec) -> str:
     return "cuda"
 
 
-def reserve_workers(spec: Spec, device: str) -> Iterator[PlacementGroup]:
-    """One bundle a worker. Yields the group again and again until it is placed.
+def reserve_workers(
+    spec: Spec, device: str, *, token: str, nodes: Sequence[str] = (), patient: bool = False
+) -> Iterator[PlacementGroup]:
+    """One bundle a worker, on these `nodes` by rank if given. Yields the group again and again
+    until it is placed.
 
-    Raises ClusterError with the numbers when it can never be, or is not in time.
+    Raises ClusterError with the numbers when it can never be, or is not in time: at once when the
+    cluster is too small, unless `patient`, since a node may come back.
     """
     bundle = {"CPU": float(spec.cluster.cpus_per_worker)} | (
         {"GPU": 1.0} if device == "cuda" else {}
@@ -74,12 +80,18 @@ def reserve_workers(spec: Spec, device: str) -> Iterator[PlacementGroup]:
     needed = {name: amount * spec.cluster.workers for name, amount in bundle.items()}
     total = ray.cluster_resources()
     short = {name: total.get(name, 0) for name in needed if total.get(name, 0) < needed[name]}
-    if short:
+    if short and not patient:
         raise ClusterError(
             f"{spec.cluster.workers} workers need {needed}, but the whole cluster has {short}; "
             "lower cluster.workers or cluster.cpus_per_worker, or add nodes"
         )
-    group = placement_group([bundle] * spec.cluster.workers, strategy="PACK")
+    group = placement_group(
+        [bundle] * spec.cluster.workers,
+        strategy="PACK",
+        name=_group_name(spec.run, token),
+        bundle_label_selector=[{_NODE_LABEL: node} for node in nodes]
+        or [{} for _ in range(spec.cluster.workers)],
+    )
     deadline = time.monotonic() + spec.cluster.start_timeout_s
     yield group
     while not group.wait(_POLL_S):
@@ -94,6 +106,19 @@ def reserve_workers(spec: Spec, device: str) -> Iterator[PlacementGroup]:
                 f"free in the whole cluster: {free}. Wait for other jobs to end, lower "
                 "cluster.workers, or set cluster.address to local to start a Ray here"
             )
+
+
+def release_group_of(run: str, token: str) -> None:
+    """Takes back the placement group of a controller that died: Ray keeps it as long as the job."""
+    try:
+        group = ray.util.get_placement_group(_group_name(run, token))
+    except ValueError:  # it had none, or gave it back
+        return
+    release(group, [])
+
+
+def _group_name(run: str, token: str) -> str:
+    return f"flatpeak-{run}-{token}"
 
 
 def start_workers(
@@ -117,16 +142,28 @@ def start_workers(
         yield Placed(f"worker {rank}", handle, node="")
 
 
-def start_optimizers(
-    spec: Spec, workers: Sequence[Placed], *, logs: str, token: str, generation: int
-) -> Iterator[Placed]:
-    """Optimizer actors one by one, where `cluster.optimizer_placement` says."""
+def optimizer_homes(spec: Spec, workers: Sequence[Placed]) -> list[str]:
+    """The node of each optimizer actor, as `cluster.optimizer_placement` says."""
     cores = {
         node["NodeID"]: node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]
     }
     busy = Counter(worker.node for worker in workers)
     place = homes_anywhere if spec.cluster.optimizer_placement == "anywhere" else homes_beside
-    homes = place(spec.cluster, busy, cores)
+    return place(spec.cluster, busy, cores)
+
+
+def optimizer_homes_again(spec: Spec, left: Left) -> list[str]:
+    """The same for a life that goes on with the arenas of another."""
+    if spec.cluster.optimizer_placement == "anywhere":
+        return [*left.arena_nodes]  # each actor owns the arena of its number
+    nodes = sorted(set(left.worker_nodes))
+    return [nodes[index % len(nodes)] for index in range(spec.cluster.optimizers)]
+
+
+def start_optimizers(
+    spec: Spec, homes: Sequence[str], *, logs: str, token: str, generation: int
+) -> Iterator[Placed]:
+    """Optimizer actors one by one, each on its node."""
     for index, node in enumerate(homes):
         yield start_optimizer(spec, index, node, logs=logs, token=token, generation=generation)
 
@@ -162,6 +199,40 @@ def arena_homes(spec: Spec, workers: Sequence[Placed], optimizers: Sequence[Plac
 def worker_nodes(workers: Sequence[Placed]) -> list[str]:
     """The nodes with workers. Optimizer actors beside them are on these in turn, by index."""
     return sorted({worker.node for worker in workers})
+
+
+class NodeWatch:
+    """Finds out that a node of the run is lost, by a look at the cluster every `every_s`."""
+
+    def __init__(
+        self,
+        *,
+        alive: Callable[[], set[str]] = lambda: {
+            node["NodeID"] for node in ray.nodes() if node["Alive"]
+        },
+        every_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._alive, self._every_s, self._clock = alive, every_s, clock
+        self._next = 0.0
+
+    def check(self, needed: Collection[str], *, now: bool = False) -> None:
+        """Raises StateLost when one of the nodes is gone, at most `every_s` after Ray knows it;
+        at once with `now`."""
+        if not needed or (self._clock() < self._next and not now):
+            return
+        self._next = self._clock() + self._every_s
+        if gone := sorted(set(needed) - self._alive()):
+            raise StateLost(
+                f"node {', '.join(gone)} is gone, with the optimizer state in its memory"
+            )
+
+
+def living_runs() -> list[str]:
+    """At least those whose controller lives in this cluster: beside them names of other actors."""
+    prefix = "flatpeak-"
+    names = ray.util.list_named_actors()
+    return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
 
 def free_cpus() -> dict[str, float]:
@@ -286,12 +357,13 @@ def release(group: PlacementGroup | None, actors: Sequence[Any]) -> None:
 
 def sweep_nodes(spec: Spec, nodes: Sequence[str], token: str) -> None:
     """Removes what the run's killed processes left in the memory of these nodes."""
-    remove = ray.remote(remove_arenas)
+    remove, alive = ray.remote(remove_arenas), {n["NodeID"] for n in ray.nodes() if n["Alive"]}
     refs = [
         remove.options(
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
         ).remote(spec.cluster.shm_dir, spec.run, token)
         for node in nodes
+        if node in alive
     ]
     try:
         ray.get(refs, timeout=3 * _GONE_S)

@@ -8,7 +8,7 @@ a function of the weights and the samples, so it comes out the same to the last 
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -16,10 +16,16 @@ from flatpeak.controller.placement import Placed, release
 from flatpeak.controller.runs import Event, event
 from flatpeak.controller.waiting import DEATHS_IN_A_STEP, Died
 from flatpeak.workers.buckets import Shard
-from flatpeak.workers.errors import ClusterError, RunFailed
+from flatpeak.workers.errors import RunFailed, StateLost
 
 UPDATE_ON = "the update on "
 """Begins the name of a worker's part of an update, as `update` asks for it."""
+
+
+def parts_of(times: Sequence[float]) -> dict[str, float]:
+    """Of a generation that came up between these four times, the seconds that each part took."""
+    names = ("place_s", "build_s", "attach_s")
+    return {name: end - start for name, (start, end) in zip(names, pairwise(times), strict=True)}
 
 
 class Ask(Protocol):
@@ -34,7 +40,8 @@ class WorkerGroup:
     """Starts the workers and replaces all of them when one dies.
 
     `start` gives the workers of a generation one by one, `ask` waits for their answers and raises
-    Died for a worker. `workers` are those of the present generation, in order of rank.
+    Died for a worker. `workers` are those of the present generation, in order of rank. The first
+    one is `generation`, on these `nodes` where there are arenas on them already.
     """
 
     def __init__(
@@ -43,14 +50,16 @@ class WorkerGroup:
         start: Callable[[int], Iterator[Placed]],
         ask: Ask,
         end: Callable[[list[Any]], None] = lambda handles: release(None, handles),
+        generation: int = 0,
+        nodes: Sequence[str] = (),
     ) -> None:
         self.workers: list[Placed] = []
-        self.generation = 0
+        self.generation = generation
         self.shards: list[tuple[Shard, ...]] = []
         """Of each rank once the model is built; so are `slab_bytes`, which its boundaries take."""
         self.slab_bytes: list[int] = []
         self._names: set[str] = set()  # also while no worker of a generation is there yet
-        self._nodes: list[str] = []
+        self._nodes = [*nodes]
         self._deaths: Counter[int] = Counter()
         self._start, self._ask, self._end = start, ask, end
 
@@ -67,6 +76,7 @@ class WorkerGroup:
             self._names.add(worker.name)
         nodes = self._ask(self.workers, "start of the workers", "node")
         self.workers[:] = [Placed(w.name, w.handle, nodes[w.name]) for w in self.workers]
+        self._check_nodes()
 
     def form(self) -> None:
         """Brings the workers together in a process group and lets them build the model."""
@@ -87,7 +97,7 @@ class WorkerGroup:
         """Puts the next generation in the place of this one, of which one died in `step`.
 
         `attach` gives the new workers what the old ones had. Raises RunFailed when workers die
-        again and again, and ClusterError when they do not come back to their nodes.
+        again and again, and StateLost when they do not come back to their nodes.
         """
         if all(worker.node for worker in self.workers):
             self._nodes = self._nodes or [worker.node for worker in self.workers]
@@ -123,25 +133,20 @@ class WorkerGroup:
         self.workers.clear()
         self.generation += 1
         times = [time.perf_counter()]
-        self._relaunch()
+        self.launch()
         times.append(time.perf_counter())
         self.form()
         times.append(time.perf_counter())
         yield from attach()
         times.append(time.perf_counter())
-        parts = ("place_s", "build_s", "attach_s")
-        return {
-            part: end - start for part, (start, end) in zip(parts, pairwise(times), strict=True)
-        }
+        return parts_of(times)
 
-    def _relaunch(self) -> None:
-        self.launch()
+    def _check_nodes(self) -> None:
         if not self._nodes:
             return  # none of them had a node yet, so there is no arena on any
         for worker, node in zip(self.workers, self._nodes, strict=True):
             if worker.node != node:
-                raise ClusterError(
+                raise StateLost(
                     f"{worker.name} came back on node {worker.node}, and the weights are in the "
-                    f"memory of node {node}, which is lost or full; go on from the last snapshot "
-                    "with --resume"
+                    f"memory of node {node}, which is lost or full"
                 )

@@ -8,6 +8,7 @@ import faulthandler
 import logging
 import os
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -58,9 +59,12 @@ def _host(spec: "Spec") -> str:
     return "127.0.0.1" if spec.cluster.address == "local" else ray.util.get_node_ip_address()
 
 
-def _sweep(spec: "Spec") -> None:
-    """Removes what dead runs left, before any arena of this run is in the making."""
-    for path in sweep_stale(node_path(spec.cluster.shm_dir)):
+def _sweep(spec: "Spec", living: Collection[str]) -> None:
+    """Removes what dead runs left, before any arena of this run is in the making.
+
+    Not of the runs that are `living`: after a death there may be a moment when nobody holds theirs.
+    """
+    for path in sweep_stale(node_path(spec.cluster.shm_dir), keep_runs=living):
         log.info("removed %s, which a dead run had left", path)
 
 
@@ -92,8 +96,6 @@ class TrainWorker(_Exporting):
     ) -> None:
         log_to(logs, f"worker-{rank}")
         log.info("rank %d on %s, generation %d, pid %d", rank, device, generation, os.getpid())
-        if generation == 0:
-            _sweep(spec)  # later the run has arenas, which nobody may hold at the moment
         torch.set_num_threads(spec.cluster.cpus_per_worker)
         self._spec, self._rank = spec, rank
         # Ray shows a worker its own GPU alone.
@@ -106,6 +108,10 @@ class TrainWorker(_Exporting):
 
     def node(self) -> str:
         return ray.get_runtime_context().get_node_id()
+
+    def sweep(self, living: Collection[str]) -> None:
+        """As optimizer actors do; this node may have none."""
+        _sweep(self._spec, living)
 
     def open_rendezvous(self) -> tuple[str, int]:
         """Opens the store at which the ranks meet; rank 0 alone. Returns its address."""
@@ -203,9 +209,9 @@ class OptimizerActor(_Exporting):
         self._server: ArenaServer | None = None
         self._metrics: OptimizerMetrics = OptimizerMetrics(spec, index, generation)
 
-    def sweep(self) -> None:
+    def sweep(self, living: Collection[str]) -> None:
         """As workers do; this node may have none."""
-        _sweep(self._spec)
+        _sweep(self._spec, living)
 
     def create(
         self, planned: "dict[int, PlannedArena]", paths: dict[int, str], snapshot: Path | None
@@ -255,6 +261,15 @@ class OptimizerActor(_Exporting):
         core = self._owner.core
         versions = Counter(map(core.version, core.buckets))
         log.info("took over arenas %s; buckets by step: %s", [*paths], dict(versions))
+
+    def buckets(self) -> list[Bucket]:
+        """Those of its arenas."""
+        return self._owner.core.buckets
+
+    def versions(self) -> list[int]:
+        """That its buckets have."""
+        core = self._owner.core
+        return sorted(set(map(core.version, core.buckets)))
 
     def release(self, numbers: list[int]) -> None:
         """Gives up these arenas, after all that it was asked to do with them."""

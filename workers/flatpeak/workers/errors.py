@@ -10,7 +10,9 @@ FlatpeakError
 └── RunFailed             exit 4: the cluster or a process of the run failed
     ├── ClusterError
     │   └── ConnectionLost
+    ├── ProcessLost
     ├── SnapshotFailed
+    ├── StateLost
     └── WaitTimeout
 
 Every message says what happened with its numbers, and which setting mends it. The constructors take
@@ -60,6 +62,14 @@ class ConnectionLost(ClusterError):
 
 class SnapshotFailed(RunFailed):
     """It could not be written; nothing of it is left, and the state itself is well."""
+
+
+class ProcessLost(RunFailed):
+    """One died while the run started: nothing had been done yet, and it can start again."""
+
+
+class StateLost(RunFailed):
+    """A node is gone, and arenas in its memory with it."""
 
 
 class WaitTimeout(RunFailed, TimeoutError):

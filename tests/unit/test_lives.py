@@ -1,0 +1,191 @@
+"""What a run goes on from when its controller, a process at the start, or a node is lost."""
+
+import errno
+import fcntl
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from flatpeak.controller.leftovers import HeldArenas, remove_arenas
+from flatpeak.controller.lives import ControllerLost, Left, Life, Lives
+from flatpeak.controller.optimizer_team import Update
+from flatpeak.controller.placement import NodeWatch
+from flatpeak.controller.runs import RunEvent, StepRecord, event
+from flatpeak.controller.takeover import update_under_way
+from flatpeak.controller.waiting import DEATHS_IN_A_STEP
+from flatpeak.workers.arena import sweep_stale
+from flatpeak.workers.errors import FlatpeakError, ProcessLost, RunFailed, StateLost
+from flatpeak.workers.snapshot import Latest
+from local_run import tiny_spec
+from tiny_models import tiny_content
+
+LOST = ControllerLost("the controller died")
+STARTED = event("started", worker_nodes=["n0", "n1"], arena_nodes=["n1", "n0", "n1"])
+ARENAS = Left("token-0", ("n0", "n1"), ("n1", "n0", "n1"))
+
+
+def lives_of(latest: Latest = Latest(None, ()), **cluster: object) -> Lives:  # noqa: B008
+    spec = tiny_spec(tiny_content("qwen3_moe"), cluster={"workers": 2, **cluster})
+    tokens = (f"token-{n}" for n in count())
+    return Lives(
+        spec,
+        Path("run"),
+        Path("run/snapshots/step-3"),
+        find=lambda _: latest,
+        new_token=tokens.__next__,
+    )
+
+
+def step(number: int, *, grad_norm: float = 2.0, skipped: bool = False) -> StepRecord:
+    return StepRecord(
+        step=number,
+        loss=1.0,
+        grad_norm=grad_norm,
+        lr=0.25,
+        tokens=1,
+        tokens_per_s=1.0,
+        step_seconds=1.0,
+        skipped=skipped,
+        first_sample=0,
+        last_sample=0,
+    )
+
+
+def after(lives: Lives, error: FlatpeakError) -> tuple[RunEvent, Life]:
+    [told] = lives.go_on(error)
+    return told, lives.life
+
+
+def test_a_controller_that_dies_before_there_are_arenas_begins_from_the_same_snapshot():
+    told, life = after(lives_of(), LOST)
+    assert (told.kind, told.detail["step"]) == ("controller_lost", 0)
+    assert (life.number, life.generation, life.token) == (1, 1, "token-1")
+    assert (life.left, life.snapshot) == (None, Path("run/snapshots/step-3"))
+
+
+def test_a_controller_that_dies_leaves_arenas_in_the_names_of_the_life_that_made_them():
+    lives = lives_of()
+    assert lives.arenas is None
+    lives.observe(STARTED)
+    lives.observe(event("workers_replaced", generation=3))
+    assert lives.settled
+    _, life = after(lives, LOST)
+    assert (life.left, life.generation) == (ARENAS, 4)
+    assert not lives.settled
+    lives.observe(event("controller_replaced", generation=4, step=0))
+    assert lives.settled
+    _, life = after(lives, LOST)  # it has made none of its own
+    assert (life.left, life.token) == (ARENAS, "token-2")
+    assert (lives.arenas, lives.tokens) == ("token-0", ["token-0", "token-1", "token-2"])
+
+
+def test_the_next_life_has_as_many_optimizer_actors_as_the_last_one_had():
+    lives = lives_of(optimizers=1, max_optimizers=3)
+    lives.observe(STARTED)
+    lives.observe(event("optimizers_scaled", after=3))
+    _, life = after(lives, LOST)
+    assert (life.spec.cluster.optimizers, life.spec.cluster.arenas) == (3, 3)
+    lives.observe(event("optimizers_scaled", after=2))
+    _, life = after(lives, LOST)
+    assert (life.spec.cluster.optimizers, life.spec.cluster.arenas) == (2, 3)
+
+
+def test_a_lost_node_takes_the_run_back_to_the_newest_snapshot_and_says_how_far():
+    lives = lives_of(Latest(Path("run/snapshots/step-4"), ("step-5 is left out: torn",)))
+    lives.observe(STARTED)
+    lives.observe(step(7))
+    told, life = after(lives, StateLost("node n1 is gone"))
+    assert told.kind == "state_lost"
+    assert told.detail == {
+        "step": 7,
+        "reason": "node n1 is gone",
+        "snapshot": "run/snapshots/step-4",
+        "skipped": ["step-5 is left out: torn"],
+        "redone_steps": 3,
+    }
+    assert (life.left, life.snapshot) == (None, Path("run/snapshots/step-4"))
+    assert lives.arenas is None
+
+
+def test_a_lost_node_without_a_snapshot_takes_the_run_back_to_its_start():
+    lives = lives_of()
+    lives.observe(STARTED)
+    lives.observe(step(2))
+    told, life = after(lives, StateLost("node n1 is gone"))
+    assert told.detail["redone_steps"] == 2
+    assert (life.left, life.snapshot) == (None, None)
+
+
+def test_deaths_end_the_run_only_when_it_does_not_come_on():
+    lives = lives_of()
+    for number in range(2 * DEATHS_IN_A_STEP):
+        lives.observe(step(number))
+        after(lives, ProcessLost("worker 0 died"))
+    for _ in range(DEATHS_IN_A_STEP - 2):
+        after(lives, LOST)
+    with pytest.raises(RunFailed, match="3 times after step 5, last since the controller died"):
+        after(lives, LOST)
+
+
+def test_what_another_life_would_not_mend_is_raised():
+    error = RunFailed("step 3: worker 0 raised")
+    with pytest.raises(RunFailed) as caught:
+        after(lives_of(), error)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("versions", "last", "update"),
+    [
+        ({4}, None, Update(4, 0.0, None)),
+        ({4}, step(5), Update(4, 0.0, None)),
+        ({4, 5}, step(5), Update(5, 0.25, 0.5 / (2.0 + 1e-6))),
+        ({4, 5}, step(5, skipped=True), Update(5, 0.25, None)),
+    ],
+    ids=["done, of old", "not begun", "begun", "begun to skip"],
+)
+def test_an_update_under_way_is_that_of_the_last_record(versions, last, update):
+    assert update_under_way(versions, last, 0.5) == update
+
+
+@pytest.mark.parametrize("last", [None, step(4)])
+def test_an_update_without_its_record_cannot_be_finished(last):
+    with pytest.raises(StateLost, match=r"in the update of step 5, and steps.jsonl does not"):
+        update_under_way({4, 5}, last, 0.5)
+
+
+def test_a_lost_node_is_looked_for_every_while():
+    alive, now, looks = {"n0", "n1"}, [10.0], []
+
+    def look() -> set[str]:
+        looks.append(now[0])
+        return alive
+
+    watch = NodeWatch(alive=look, every_s=2.0, clock=lambda: now[0])
+    watch.check([])
+    watch.check(["n0", "n1"])
+    alive.remove("n1")
+    now[0] = 11.9
+    watch.check(["n0", "n1"])
+    assert looks == [10.0]
+    with pytest.raises(StateLost, match="node n1 is gone"):
+        watch.check(["n0", "n1"], now=True)
+    now[0] = 14.0
+    watch.check(["n0"])
+    with pytest.raises(StateLost):
+        watch.check(["n1"], now=True)
+
+
+def test_arenas_that_are_held_outlive_all_their_processes(tmp_path):
+    path = tmp_path / "flatpeak-tiny-one-0.arena"
+    path.write_bytes(b"FLATPEAK".ljust(4096, b"\0"))
+    with HeldArenas(str(tmp_path), "tiny") as held:
+        held.hold("one")
+        assert sweep_stale(tmp_path) == []
+        with path.open("rb") as file, pytest.raises(BlockingIOError) as caught:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert caught.value.errno == errno.EAGAIN
+        held.hold("two")
+        assert remove_arenas(str(tmp_path), "tiny", "one")
+    assert list(tmp_path.iterdir()) == []
