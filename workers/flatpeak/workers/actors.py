@@ -7,6 +7,7 @@ the world meets its peers.
 import faulthandler
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -296,14 +297,16 @@ class OptimizerActor(_Exporting):
         """Returns when this process would update at once: what it takes is imported and loaded."""
         measure_host_rate(elements=LEAST_COMPILED)
 
-    def attach(self, paths: dict[int, str]) -> None:
+    def attach(self, paths: dict[int, str]) -> float:
         """Takes over arenas (number to path): handed over, or of a dead predecessor in the middle
-        of whatever it did."""
+        of whatever it did. Returns the seconds that it took."""
+        began = time.perf_counter()
         found = {number: node_path(path) for number, path in paths.items()}
         self._owner.attach(found, timeout_s=self._spec.cluster.start_timeout_s)
         core = self._owner.core
         versions = Counter(map(core.version, core.buckets))
         log.info("took over arenas %s; buckets by step: %s", [*paths], dict(versions))
+        return time.perf_counter() - began
 
     def buckets(self) -> list[Bucket]:
         """Those of its arenas."""
