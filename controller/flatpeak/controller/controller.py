@@ -30,6 +30,7 @@ from flatpeak.controller.host_plan import (
 from flatpeak.controller.leftovers import arena_name
 from flatpeak.controller.lives import REPLACED, STARTED, Life
 from flatpeak.controller.metrics import RunMetrics
+from flatpeak.controller.mirrors import NOTHING_MIRRORED, Mirrored, Mirrors, check_nodes
 from flatpeak.controller.optimizer_team import OptimizerTeam, Update
 from flatpeak.controller.ownership import HeldArena, Ownership, assign_arenas
 from flatpeak.controller.placement import (
@@ -122,6 +123,7 @@ class Controller:
         self._watch = NodeWatch()
         self._homes: list[str] = []  # the node of each arena
         self._arenas: tuple[PlannedArena, ...] = ()
+        self._mirrors = Mirrors(spec)
         self._filled = False  # whether the actors were told to make them
         self._team = OptimizerTeam(
             self._optimizers,
@@ -219,6 +221,7 @@ class Controller:
             yield from self._crew.replace(death, step=self._committed)
         placed = worker_nodes(self._workers)
         yield event("workers_placed", device=device, workers=len(self._workers), nodes=placed)
+        check_nodes(spec, placed)
         if left is None:  # before the model is built, so that both start at once
             self._start_optimizers(optimizer_homes(spec, self._workers))
         if self._serving is not None:
@@ -342,10 +345,10 @@ class Controller:
                 self._committed = self._saved = reader.step
                 self._team.last = Update(reader.step, 0.0, None)
             yield event("resumed", snapshot=str(snapshot), step=self._committed)
-        actors, arenas = self._optimizers, self._arenas
+        actors, arenas = self._optimizers, self._kept
         living = [run for run in living_runs() if run != self.spec.run]
         self._ask([*self._workers, *actors], "start of the actors", "sweep", living)
-        planned = planned_host_bytes(arenas, self._homes, regions, self._workers)
+        planned = planned_host_bytes(arenas, self._kept_homes, regions, self._workers)
         rooms = self._ask(first_of_nodes(actors), "looking at the host memory", "host_room")
         check_host_bytes(planned, actors, rooms)
         self._filled = True
@@ -366,8 +369,10 @@ class Controller:
         actors, homes = self._optimizers, self._homes
         slots = self.spec.memory.optimizer.slots
         self._arenas = plan_arenas(buckets, regions, arenas=len(homes), spare_frames=slots)
+        self._mirrors.plan(self._arenas, homes)
         # Arenas go to the actors of the same number as far as there are any, the others to balance.
-        own = [number if number < len(actors) else None for number in range(len(homes))]
+        first = min(len(homes), len(actors))
+        own = [number if number < first else None for number, _ in enumerate(self._kept)]
         self._team.ownership = self._assign(own, actors)
         self._attach = partial(self._attach_workers, buckets, regions)
 
@@ -447,13 +452,23 @@ class Controller:
         """Which of `actors` is to own each arena, after the `owners` that they have now."""
         held = [
             HeldArena(arena.state_bytes, node, owner)
-            for arena, node, owner in zip(self._arenas, self._homes, owners, strict=True)
+            for arena, node, owner in zip(self._kept, self._kept_homes, owners, strict=True)
         ]
         return assign_arenas(held, [actor.node for actor in actors])
 
+    @property
+    def _kept(self) -> tuple[PlannedArena, ...]:
+        """All arenas by number: those that workers use, then their mirrors."""
+        return (*self._arenas, *self._mirrors.arenas)
+
+    @property
+    def _kept_homes(self) -> list[str]:
+        return [*self._homes, *self._mirrors.homes]
+
     def _arena_path(self, number: int) -> str:
         made_by = self._life.left or self._life
-        name = arena_name(self.spec.run, made_by.token, number)
+        mirror, index = divmod(number, len(self._homes))
+        name = arena_name(self.spec.run, made_by.token, index, mirror=mirror > 0)
         return str(Path(self.spec.cluster.shm_dir) / name)
 
     def _paths(self, numbers: Iterable[int]) -> dict[int, str]:
@@ -489,7 +504,9 @@ class Controller:
             check_budget(self._results, self.spec.memory.device_budget_bytes)
             yield from self._scale()
             rate = lr(step, train=self.spec.train)
-            record = step_record(self.spec, results, rate, time.perf_counter() - began)
+            mirrored = yield from self._mirror(results[0])
+            seconds = time.perf_counter() - began
+            record = step_record(self.spec, results, rate, seconds, mirrored)
             # First: if this process dies in the update, the next one finishes it by the record. And
             # here: a driver that is killed reads no more of what was done until then, of which
             # there may be a snapshot.
@@ -540,7 +557,7 @@ class Controller:
             after=change.wanted,
             joined=[actor.name for actor in change.joining],
             left=[actor.name for actor in gone],
-            **handed_over(before, now, arenas=self._arenas, homes=self._homes, actors=actors),
+            **handed_over(before, now, arenas=self._kept, homes=self._kept_homes, actors=actors),
             start_seconds=start_seconds,
             seconds=time.perf_counter() - began,
         )
@@ -554,6 +571,13 @@ class Controller:
             free_cpus=free_cpus(),
             fixed=cluster.optimizer_placement == "anywhere",
         )
+
+    def _mirror(self, result: StepResult) -> Generator[Event, None, Mirrored]:
+        """Brings the step's gradients to where they survive the loss of a node, before any update
+        with them; see `Mirrors.send`."""
+        if not self._mirrors.wanted or not result.usable:
+            return NOTHING_MIRRORED
+        return (yield from self._mirrors.send(result.step, self._team))
 
     def _update(self, result: StepResult, rate: float) -> None:
         factor = None
