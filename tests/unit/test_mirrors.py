@@ -47,7 +47,9 @@ def test_a_mirror_is_on_the_next_node_and_never_on_that_of_its_arena():
 def test_workers_on_one_node_are_refused_with_what_would_help():
     check_nodes(spec_of(), ["a", "b"])
     check_nodes(tiny_spec(tiny_content("qwen3_moe", vocab_size=257)), ["a"])
-    with pytest.raises(ClusterError, match="all 2 workers have room on one; set mirrors to 0, or"):
+    with pytest.raises(
+        ClusterError, match=r"all of cluster\.workers = 2 are on one; set mirrors to 0, or"
+    ):
         check_nodes(spec_of(), ["a"])
 
 

@@ -61,11 +61,10 @@ def mirror_places(spec: Spec, token: str, homes: Sequence[str]) -> tuple[MirrorP
 def check_nodes(spec: Spec, nodes: Sequence[str]) -> None:
     """Raises ClusterError when mirrors are asked for and there is no second node with workers."""
     if spec.memory.optimizer.mirrors and len(nodes) < 2:
-        cluster = spec.cluster
         raise ClusterError(
-            "memory.optimizer.mirrors = 1 keeps the optimizer state on two nodes, and all "
-            f"{cluster.workers} workers have room on one; set mirrors to 0, or use more workers, "
-            f"or a cluster.cpus_per_worker above {cluster.cpus_per_worker}, so that they take two"
+            "memory.optimizer.mirrors = 1 keeps the optimizer state on two nodes, and all of "
+            f"cluster.workers = {spec.cluster.workers} are on one; set mirrors to 0, or have 2 "
+            "workers or more and a second node with room for some"
         )
 
 

@@ -33,6 +33,8 @@ _GRADIENTS = LINKS[0]
 _FP32 = DTYPES.index(torch.float32)
 # A sender is silent for as long as a step takes; when it dies, its connection ends at once.
 _SILENCE_S = 10 * 365 * 86400.0
+# The other side waits already, unless it died meanwhile: then this is lost, and tried again.
+_CONNECT_S = 10.0
 # Fewer elements than torch splits over threads, as in `remote.server`.
 _BLOCK = 16384
 
@@ -66,10 +68,11 @@ class MirrorLink:
     def __init__(self, route: Route, *, sender: int, host: str, timeout_s: float) -> None:
         self.arenas = route.arenas
         peer = f"optimizer actor {route.holder} at {route.address[0]}"
+        connect_s = min(_CONNECT_S, timeout_s)
         try:
             # The store would go on trying, twice as long as it is told, where nobody listens.
-            socket.create_connection(route.address, timeout_s).close()
-            store = TCPStore(*route.address, timeout=timedelta(seconds=timeout_s))
+            socket.create_connection(route.address, connect_s).close()
+            store = TCPStore(*route.address, timeout=timedelta(seconds=connect_s))
         except (OSError, RuntimeError) as error:
             raise ClusterError(f"optimizer {sender} cannot reach {peer}: {error}") from None
         self._link = Link(
@@ -79,6 +82,7 @@ class MirrorLink:
             device=listening_device(host),
             peer=peer,
             timeout_s=timeout_s,
+            connect_s=connect_s,
         )
 
     @property
