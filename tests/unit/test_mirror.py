@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from flatpeak.workers.buckets import Range, Shard, cut_buckets
 from flatpeak.workers.errors import ConnectionLost
 from flatpeak.workers.mirror import MirrorLink, MirrorPort, MirrorServer, Route
 from flatpeak.workers.optimizer import AdamW, OptimizerCore
-from flatpeak.workers.remote.link import BULK_BYTES
+from flatpeak.workers.remote.link import BULK_BYTES, open_store
 
 HERE, TIMEOUT_S = "127.0.0.1", 30.0
 SETTINGS = AdamW(betas=(0.9, 0.95), weight_decay=0.1)
@@ -146,10 +147,10 @@ def expected(folder: Path, steps: int) -> Arena:
     return arena
 
 
-def port_of(number: int, arena: Arena) -> MirrorPort:
+def port_of(number: int, arena: Arena, *, timeout_s: float = TIMEOUT_S) -> MirrorPort:
     owner = ArenaOwner("r", SETTINGS, mirrors_from=MIRROR)
     owner.attach({number: arena.path}, timeout_s=TIMEOUT_S)
-    return MirrorPort(owner, number, host=HERE, timeout_s=TIMEOUT_S)
+    return MirrorPort(owner, number, host=HERE, timeout_s=timeout_s)
 
 
 def update(port: MirrorPort, step: int, *, clip_factor: float | None = 0.5) -> None:
@@ -227,6 +228,34 @@ def test_what_is_not_connected_is_not_taken_for_mirrored(tmp_path):
         reason = sender.link([Route(1, closed.getsockname(), (0,))])
     assert reason is not None
     assert "optimizer 0 cannot reach optimizer actor 1 at 127.0.0.1: [Errno 111]" in reason
+
+
+def test_a_holder_that_dies_before_it_is_connected_is_no_long_wait(tmp_path):
+    sender = port_of(0, make(tmp_path, "original"), timeout_s=0.5)
+    store = open_store(HERE, timeout_s=1)  # as the holder left it: nobody is to come
+    reason = sender.link([Route(1, (HERE, store.port), (0,))])
+    assert reason is not None
+    assert "optimizer actor 1 at 127.0.0.1 did not answer within 0.5 s" in reason
+    assert sender.send(1).lost is not None
+
+
+def test_a_connection_outlasts_the_time_in_which_it_had_to_be_made(tmp_path):
+    mirror = make(tmp_path, "mirror")
+    original = make(tmp_path, "original")
+    write_gradients(original, 1)
+    server = MirrorServer([mirror], [0], host=HERE, timeout_s=TIMEOUT_S)
+    route = Route(MIRROR, server.address, (0,))
+    link = MirrorLink(route, sender=0, host=HERE, timeout_s=TIMEOUT_S, connect_s=0.5)
+    with server._writing:  # so long is the first answer delayed
+        link.send(original, 1)
+        time.sleep(1.0)
+    link.settle()
+    link.close()
+    server.join(10)
+    assert all(
+        torch.equal(mirror.gradient(bucket.index), original.gradient(bucket.index))
+        for bucket in mirror.buckets
+    )
 
 
 @pytest.mark.parametrize("dies_in", ["gradient", "version"], ids=["a write", "the first"])

@@ -65,10 +65,18 @@ class MirrorLink:
     not answer; so does making one, and `ClusterError` when nobody listens there.
     """
 
-    def __init__(self, route: Route, *, sender: int, host: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        route: Route,
+        *,
+        sender: int,
+        host: str,
+        timeout_s: float,
+        connect_s: float = _CONNECT_S,
+    ) -> None:
         self.arenas = route.arenas
         peer = f"optimizer actor {route.holder} at {route.address[0]}"
-        connect_s = min(_CONNECT_S, timeout_s)
+        connect_s = min(connect_s, timeout_s)
         try:
             # The store would go on trying, twice as long as it is told, where nobody listens.
             socket.create_connection(route.address, connect_s).close()
