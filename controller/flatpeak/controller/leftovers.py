@@ -13,9 +13,14 @@ from flatpeak.workers.host_memory import node_path
 _PATIENCE_S = 10.0
 
 
-def arena_name(run: str, token: str, index: int, *, mirror: bool = False) -> str:
-    """File name of an arena, or of its mirror; `token` tells the launches of a run apart."""
-    return f"flatpeak-{run}-{token}-{index}{'-mirror' if mirror else ''}{SUFFIX}"
+def arena_name(run: str, token: str, index: int) -> str:
+    """File name of an optimizer actor's arena; `token` tells the launches of a run apart."""
+    return f"flatpeak-{run}-{token}-{index}{SUFFIX}"
+
+
+def mirror_name(name: str) -> str:
+    """File name of the mirror of the arena `name`: a name of its own, as nodes may share memory."""
+    return name.removesuffix(SUFFIX) + "-mirror" + SUFFIX
 
 
 class HeldArenas(AbstractContextManager["HeldArenas"]):

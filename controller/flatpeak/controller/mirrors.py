@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatpeak.controller.host_plan import PlannedArena, plan_arenas
-from flatpeak.controller.leftovers import arena_name
+from flatpeak.controller.leftovers import arena_name, mirror_name
+from flatpeak.controller.lives import ArenaFile
 from flatpeak.controller.optimizer_team import OptimizerTeam
 from flatpeak.controller.runs import Event
 from flatpeak.controller.spec import Spec
@@ -53,9 +54,15 @@ def mirror_places(spec: Spec, token: str, homes: Sequence[str]) -> tuple[MirrorP
     their names."""
     folder = Path(spec.cluster.shm_dir)
     return tuple(
-        MirrorPlace(node, str(folder / arena_name(spec.run, token, number, mirror=True)))
+        MirrorPlace(node, str(folder / mirror_name(arena_name(spec.run, token, number))))
         for number, node in enumerate(mirror_homes(homes))
     )
+
+
+def mirrors_of(spec: Spec, files: Sequence[ArenaFile]) -> list[str]:
+    """The paths of the mirrors of these arenas, each on some node."""
+    folder = Path(spec.cluster.shm_dir)
+    return [str(folder / mirror_name(file.name)) for file in files if spec.memory.optimizer.mirrors]
 
 
 def check_nodes(spec: Spec, nodes: Sequence[str]) -> None:

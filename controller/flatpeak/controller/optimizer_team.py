@@ -165,7 +165,8 @@ class OptimizerTeam:
         longest = self._start_timeout_s if timeout_s is None else timeout_s
         answers = yield from self.gather(what, longest, self._moves)
         self._moves = {}
-        return answers
+        replaced = {actor.name for actor, _ in asked if actor not in self.actors}
+        return {who: None if who in replaced else answer for who, answer in answers.items()}
 
     def _paths(self, numbers: Iterable[int]) -> dict[int, str]:
         return {number: self._arena_path(number) for number in numbers}
@@ -225,10 +226,18 @@ class OptimizerTeam:
         if who in self.links:
             self.links[who] = actor.handle.serve.remote(self._served[index])
         try:
-            self._collect(attached, f"replacing {who}", self._start_timeout_s, mortal=(who,))
+            answers = self._collect(
+                attached, f"replacing {who}", self._start_timeout_s, mortal=(who,)
+            )
         except Died:
             return  # its other answers say so too, and are waited for
-        yield event("optimizer_replaced", actor=who, step=step, seconds=time.perf_counter() - began)
+        yield event(
+            "optimizer_replaced",
+            actor=who,
+            step=step,
+            attach_s=answers[who],
+            seconds=time.perf_counter() - began,
+        )
 
     def _ask_part(self, actor: Placed) -> Any:
         return actor.handle.snapshot.remote(self._folder, self.last.step)
