@@ -29,9 +29,16 @@ from flatpeak.controller.host_plan import (
     plan_arenas,
     planned_host_bytes,
 )
-from flatpeak.controller.leftovers import arena_name
+from flatpeak.controller.leftovers import arena_name, mirror_name
 from flatpeak.controller.lives import REPLACED, STARTED, ArenaFile, Life
 from flatpeak.controller.metrics import RunMetrics
+from flatpeak.controller.mirrors import (
+    NOTHING_MIRRORED,
+    Mirrored,
+    Mirrors,
+    check_nodes,
+    mirrors_of,
+)
 from flatpeak.controller.optimizer_team import OptimizerTeam, Update
 from flatpeak.controller.ownership import HeldArena, Ownership, assign_arenas
 from flatpeak.controller.placement import (
@@ -135,6 +142,7 @@ class Controller:
         self._going: set[str] = set()  # nodes that are to go soon
         self._homes: list[str] = []  # the node of each arena
         self._arenas: tuple[PlannedArena, ...] = ()
+        self._mirrors = Mirrors(spec)
         self._filled = False  # whether the actors were told to make them
         self._team = OptimizerTeam(
             self._optimizers,
@@ -185,7 +193,7 @@ class Controller:
             return reason
         nodes = first_of_nodes(self._optimizers)
         rooms = self._ask(nodes, "looking at the host memory", "host_room")
-        planned = planned_host_bytes(self._arenas, self._homes)
+        planned = planned_host_bytes(self._kept, self._kept_homes)
         free_bytes = {actor.node: rooms[actor.name].nbytes for actor in nodes}
         if (reason := too_little_room(planned, free_bytes)) is not None:
             return reason
@@ -255,6 +263,7 @@ class Controller:
             yield from self._crew.replace(death, step=self._committed)
         placed = worker_nodes(self._workers)
         yield event("workers_placed", device=device, workers=len(self._workers), nodes=placed)
+        check_nodes(spec, placed)
         if left is None:  # before the model is built, so that both start at once
             if again:
                 spec = self.spec = with_an_optimizer_a_node(spec, placed)
@@ -386,10 +395,10 @@ class Controller:
                 self._committed = reader.step
                 self._team.last = Update(reader.step, 0.0, None)
             yield event("resumed", snapshot=str(snapshot), step=self._committed)
-        actors, arenas = self._optimizers, self._arenas
+        actors, arenas = self._optimizers, self._kept
         living = [run for run in living_runs() if run != self.spec.run or self._life.moved]
         self._ask([*self._workers, *actors], "start of the actors", "sweep", living)
-        planned = planned_host_bytes(arenas, self._homes, regions, self._workers)
+        planned = planned_host_bytes(arenas, self._kept_homes, regions, self._workers)
         rooms = self._ask(first_of_nodes(actors), "looking at the host memory", "host_room")
         check_host_bytes(planned, actors, rooms)
         self._filled = True
@@ -420,8 +429,9 @@ class Controller:
     def _close_sources(self) -> None:
         """Once this life has told that it has the state."""
         sources, self._sources = self._sources, []
+        mirrors = mirrors_of(self.spec, self._life.moved)
         try:
-            self._ask(sources, "removing the old arenas", "remove")
+            self._ask(sources, "removing the old arenas", "remove", mirrors)
         except Died as death:
             log.warning("old arenas are left until the next run starts: %s", death.cause)
         release(None, [source.handle for source in sources])
@@ -438,8 +448,10 @@ class Controller:
         actors, homes = self._optimizers, self._homes
         slots = self.spec.memory.optimizer.slots
         self._arenas = plan_arenas(buckets, regions, arenas=len(homes), spare_frames=slots)
+        self._mirrors.plan(self._arenas, homes)
         # Arenas go to the actors of the same number as far as there are any, the others to balance.
-        own = [number if number < len(actors) else None for number in range(len(homes))]
+        first = min(len(homes), len(actors))
+        own = [number if number < first else None for number, _ in enumerate(self._kept)]
         self._team.ownership = self._assign(own, actors)
         self._attach = partial(self._attach_workers, buckets, regions)
 
@@ -514,14 +526,24 @@ class Controller:
         """Which of `actors` is to own each arena, after the `owners` that they have now."""
         held = [
             HeldArena(arena.state_bytes, node, owner)
-            for arena, node, owner in zip(self._arenas, self._homes, owners, strict=True)
+            for arena, node, owner in zip(self._kept, self._kept_homes, owners, strict=True)
         ]
         return assign_arenas(held, [actor.node for actor in actors])
 
+    @property
+    def _kept(self) -> tuple[PlannedArena, ...]:
+        """All arenas by number: those that workers use, then their mirrors."""
+        return (*self._arenas, *self._mirrors.arenas)
+
+    @property
+    def _kept_homes(self) -> list[str]:
+        return [*self._homes, *self._mirrors.homes]
+
     def _arena_path(self, number: int) -> str:
         made_by = self._life.left or self._life
-        name = arena_name(self.spec.run, made_by.token, number)
-        return str(Path(self.spec.cluster.shm_dir) / name)
+        mirror, index = divmod(number, len(self._homes))
+        name = arena_name(self.spec.run, made_by.token, index)
+        return str(Path(self.spec.cluster.shm_dir) / (mirror_name(name) if mirror else name))
 
     def _paths(self, numbers: Iterable[int]) -> dict[int, str]:
         return {number: self._arena_path(number) for number in numbers}
@@ -561,7 +583,9 @@ class Controller:
             check_budget(self._results, self.spec.memory.device_budget_bytes)
             yield from self._scale()
             rate = lr(step, train=self.spec.train)
-            record = step_record(self.spec, results, rate, time.perf_counter() - began)
+            mirrored = yield from self._mirror(results[0])
+            seconds = time.perf_counter() - began
+            record = step_record(self.spec, results, rate, seconds, mirrored)
             # First: if this process dies in the update, the next one finishes it by the record. And
             # here: a driver that is killed reads no more of what was done until then, of which
             # there may be a snapshot.
@@ -628,7 +652,7 @@ class Controller:
             after=change.wanted,
             joined=[actor.name for actor in change.joining],
             left=[actor.name for actor in gone],
-            **handed_over(before, now, arenas=self._arenas, homes=self._homes, actors=actors),
+            **handed_over(before, now, arenas=self._kept, homes=self._kept_homes, actors=actors),
             start_seconds=start_seconds,
             seconds=time.perf_counter() - began,
         )
@@ -642,6 +666,13 @@ class Controller:
             free_cpus=free_cpus(),
             fixed=cluster.optimizer_placement == "anywhere",
         )
+
+    def _mirror(self, result: StepResult) -> Generator[Event, None, Mirrored]:
+        """Brings the step's gradients to where they survive the loss of a node, before any update
+        with them; see `Mirrors.send`."""
+        if not self._mirrors.wanted or not result.usable:
+            return NOTHING_MIRRORED
+        return (yield from self._mirrors.send(result.step, self._team))
 
     def _update(self, result: StepResult, rate: float) -> None:
         factor = None

@@ -134,10 +134,10 @@ class OptimizerTeam:
         self._leaving = {actor.name for actor in self.actors[count:]}
         indices = range(len(self.actors))
         lost = {index: ownership.lost(index, since=before) for index in indices}
-        yield from self._ask_of("releasing arenas", "release", lost)
+        yield from self.ask_of("releasing arenas", "release", lost)
         gained = {index: ownership.gained(index, since=before) for index in indices}
         paths = {index: self._paths(numbers) for index, numbers in gained.items()}
-        yield from self._ask_of("taking over arenas", "attach", paths)
+        yield from self.ask_of("taking over arenas", "attach", paths)
         gone = self.actors[count:]
         del self.actors[count:]
         self._leaving = set()
@@ -146,14 +146,27 @@ class OptimizerTeam:
             self._end(actor.handle)
         return gone
 
-    def _ask_of(self, what: str, method: str, arguments: Mapping[int, Any]) -> Iterator[Event]:
-        """Asks actors, by index, for `method` with their argument, where that is not empty."""
+    def ask_of(
+        self,
+        what: str,
+        method: str,
+        arguments: Mapping[int, Any],
+        *,
+        timeout_s: float | None = None,
+    ) -> Generator[Event, None, dict[str, Any]]:
+        """The answers of actors, by index, asked for `method` with their argument, where that is
+        not empty; within `timeout_s`, or that of a start. Between two updates.
+
+        Of one that died the answer is None, when its successor has attached to its arenas."""
         asked = [(self.actors[index], given) for index, given in arguments.items() if given]
         self._moves = {
             actor.name: getattr(actor.handle, method).remote(given) for actor, given in asked
         }
-        yield from self.gather(what, self._start_timeout_s, self._moves)
+        longest = self._start_timeout_s if timeout_s is None else timeout_s
+        answers = yield from self.gather(what, longest, self._moves)
         self._moves = {}
+        replaced = {actor.name for actor, _ in asked if actor not in self.actors}
+        return {who: None if who in replaced else answer for who, answer in answers.items()}
 
     def _paths(self, numbers: Iterable[int]) -> dict[int, str]:
         return {number: self._arena_path(number) for number in numbers}

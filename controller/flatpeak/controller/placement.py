@@ -91,7 +91,7 @@ def reserve_workers(
         )
     group = placement_group(
         [bundle] * spec.cluster.workers,
-        strategy="PACK",
+        strategy=_strategy(spec, bundle),
         name=_group_name(spec.run, token),
         bundle_label_selector=[{_NODE_LABEL: node} for node in nodes]
         or [{} for _ in range(spec.cluster.workers)],
@@ -110,6 +110,17 @@ def reserve_workers(
                 f"free in the whole cluster: {free}. Wait for other jobs to end, lower "
                 "cluster.workers, or set cluster.address to local to start a Ray here"
             )
+
+
+def _strategy(spec: Spec, bundle: Mapping[str, float]) -> str:
+    """Workers as near to each other as there is room; but on two nodes where mirrors are wanted."""
+    needed = {name: amount * spec.cluster.workers for name, amount in bundle.items()}
+    alone = any(
+        all(node["Resources"].get(name, 0.0) >= amount for name, amount in needed.items())
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+    return "SPREAD" if spec.memory.optimizer.mirrors and alone else "PACK"
 
 
 def release_group_of(run: str, token: str) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import prod
 
+from flatpeak.controller.mirrors import NOTHING_MIRRORED, Mirrored
 from flatpeak.controller.runs import TOTAL, StepRecord, highest_of
 from flatpeak.controller.spec import Spec
 from flatpeak.workers.data import sample_ids
@@ -30,9 +31,14 @@ def check_budget(results: Mapping[str, StepResult], budget: int | None) -> None:
 
 
 def step_record(
-    spec: Spec, results: Sequence[StepResult], rate: float, seconds: float
+    spec: Spec,
+    results: Sequence[StepResult],
+    rate: float,
+    seconds: float,
+    mirrored: Mirrored = NOTHING_MIRRORED,
 ) -> StepRecord:
-    """The line of a step at learning rate `rate` that took `seconds`, from all ranks' `results`."""
+    """The line of a step at learning rate `rate` that took `seconds`, from all ranks' `results` and
+    what was `mirrored` of it."""
     first = results[0]
     ids = sample_ids(first.step - 1, spec.train.sequences_per_step)
     return StepRecord(
@@ -56,6 +62,8 @@ def step_record(
             "exposed_s": max(result.refresh.exposed_s for result in results),
             "sent_bytes": sum(result.sent_bytes for result in results),
             "received_bytes": sum(result.received_bytes for result in results),
+            "mirrored_bytes": mirrored.nbytes,
+            "mirror_s": mirrored.seconds,
         },
         boundaries=highest_of([asdict(result.boundaries) for result in results]),
         skipped=not first.usable,

@@ -28,6 +28,8 @@ from flatpeak.workers.errors import ClusterError, SnapshotFailed
 from flatpeak.workers.host_memory import HostMemory, Room, host_memory, node_path, room
 from flatpeak.workers.metrics import NODE, MetricsServer, ProcessMetrics, Serving
 from flatpeak.workers.metrics.roles import OptimizerMetrics, WorkerMetrics
+from flatpeak.workers.mirror import MirrorPort, Route, Sent
+from flatpeak.workers.optimizer import OptimizerCore
 from flatpeak.workers.remote import ArenaServer, RemoteArena, open_store
 from flatpeak.workers.settings import adamw_of
 from flatpeak.workers.snapshot import SnapshotPart, SnapshotReader, restore, write_snapshot_part
@@ -221,7 +223,10 @@ class OptimizerActor(_Exporting):
         log.info("optimizer %d, pid %d", index, os.getpid())
         torch.set_num_threads(spec.cluster.cpus_per_optimizer)
         self._spec, self._index = spec, index
-        self._owner = ArenaOwner(spec.run, adamw_of(spec))
+        mirrors = spec.cluster.arenas if spec.memory.optimizer.mirrors else None
+        self._owner = ArenaOwner(spec.run, adamw_of(spec), mirrors_from=mirrors)
+        timeout_s = spec.cluster.start_timeout_s
+        self._mirrors = MirrorPort(self._owner, index, host=_host(spec), timeout_s=timeout_s)
         self._server: ArenaServer | None = None
         self._metrics: OptimizerMetrics = OptimizerMetrics(spec, index, generation)
 
@@ -246,29 +251,33 @@ class OptimizerActor(_Exporting):
                 spare_frames=spec.memory.optimizer.slots,
                 slab_bytes=plan.slab_bytes,
             )
-        core = self._owner.core
+        for core in self._owner.cores:
+            if core.buckets:
+                self._fill(core, origin)
+        for arena in self._owner.arenas.values():
+            log.info("arena %s: %d buckets, %d bytes", arena.path, len(arena.buckets), arena.nbytes)
+
+    def _fill(self, core: OptimizerCore, origin: Path | Sources | None) -> None:
         if isinstance(origin, Sources):
-            self._move(origin)
+            self._move(core, origin)
         elif origin is not None:
             with SnapshotReader(origin) as reader:
                 restore(core, reader)
         else:
-            weights = open_weights(spec)
+            weights = open_weights(self._spec)
             for bucket in core.buckets:
                 for held in bucket.ranges:
                     core.load(held, weights.read(held))
             core.commit_load(0)
-        for arena in core.arenas:
-            log.info("arena %s: %d buckets, %d bytes", arena.path, len(arena.buckets), arena.nbytes)
 
-    def _move(self, origin: Sources) -> None:
+    def _move(self, core: OptimizerCore, origin: Sources) -> None:
         timeout = self._spec.cluster.start_timeout_s
         own = [n for n, node in enumerate(origin.nodes) if node == node_of_this_process()]
         here = {
             number: StateSource(
                 self._spec.run,
                 origin.paths[number],
-                self._owner.core.settings,
+                core.settings,
                 timeout_s=None,
             )
             for number in own
@@ -279,7 +288,7 @@ class OptimizerActor(_Exporting):
                 return here[number].read(held)
             return ray.get(origin.handles[number].read.remote(held), timeout=timeout)
 
-        restore(self._owner.core, StateReader(origin.held, fetch))
+        restore(core, StateReader(origin.held, fetch))
         for source in here.values():
             source.close()
 
@@ -303,8 +312,7 @@ class OptimizerActor(_Exporting):
         began = time.perf_counter()
         found = {number: node_path(path) for number, path in paths.items()}
         self._owner.attach(found, timeout_s=self._spec.cluster.start_timeout_s)
-        core = self._owner.core
-        versions = Counter(map(core.version, core.buckets))
+        versions = Counter(core.version(b) for core in self._owner.cores for b in core.buckets)
         log.info("took over arenas %s; buckets by step: %s", [*paths], dict(versions))
         return time.perf_counter() - began
 
@@ -313,12 +321,12 @@ class OptimizerActor(_Exporting):
         return self._owner.core.buckets
 
     def versions(self) -> list[int]:
-        """That its buckets have."""
-        core = self._owner.core
-        return sorted(set(map(core.version, core.buckets)))
+        """That its buckets have, also those of mirrors."""
+        return sorted({core.version(b) for core in self._owner.cores for b in core.buckets})
 
     def release(self, numbers: list[int]) -> None:
         """Gives up these arenas, after all that it was asked to do with them."""
+        self._mirrors.close()
         self._owner.release(numbers)
         log.info("released arenas %s", numbers)
 
@@ -333,23 +341,40 @@ class OptimizerActor(_Exporting):
     def update(self, step: int, lr: float, clip_factor: float | None) -> HostMemory:
         """Returns when `step` is committed: also by the workers that update buckets themselves."""
         self._owner.forget()
-        self._owner.core.update(step, lr=lr, clip_factor=clip_factor)
+        for core in self._owner.cores:
+            core.update(step, lr=lr, clip_factor=clip_factor)
         return self._committed(step)
 
     def finish(self, step: int, lr: float, clip_factor: float | None) -> HostMemory:
         """`update` of the step that was asked of a dead predecessor, whatever it did of it."""
-        self._owner.core.finish(step, lr=lr, clip_factor=clip_factor)
+        for core in self._owner.cores:
+            core.finish(step, lr=lr, clip_factor=clip_factor)
         return self._committed(step)
 
     def _committed(self, step: int) -> HostMemory:
         core = self._owner.core
         core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
-        self._metrics.observe(core)
+        self._metrics.observe(core, mirrors=self._owner.mirrors.arenas)
         return host_memory()
 
+    def serve_mirrors(self, senders: list[int]) -> tuple[str, int]:
+        """Lets these optimizer actors write to its mirrors; returns the address for them."""
+        return self._mirrors.serve(senders)
+
+    def link_mirrors(self, routes: list[Route]) -> str | None:
+        """Connects to the mirrors of its arenas; the reason if that failed."""
+        return self._mirrors.link(routes)
+
+    def mirror(self, step: int) -> Sent:
+        """Returns when the mirrors of its arenas have the gradients of `step`, or why they have
+        not: that is no failure of this process."""
+        return self._mirrors.send(step)
+
     def snapshot(self, folder: str, step: int) -> list[SnapshotPart | SnapshotFailed]:
-        """Writes each arena that it owns, or says why not: the run goes on without."""
-        return [_part(folder, arena, number, step) for number, arena in self._owner.arenas.items()]
+        """Writes each arena that it owns, or says why not: the run goes on without. No mirrors."""
+        return [
+            _part(folder, arena, number, step) for number, arena in self._owner.originals.items()
+        ]
 
     def close(self, paths: list[str]) -> None:
         """Removes these names of arenas; their memory goes with the last process that maps them."""
