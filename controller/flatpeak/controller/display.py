@@ -180,11 +180,12 @@ def event_line(event: RunEvent) -> str | None:
             again = count(detail["redone_steps"], "step")
             return f"{detail['reason']}: the run goes on from {source}, {again} are done again"
         case "optimizers_scaled":
+            why = f": {detail['reason']}" if "reason" in detail else ""
             return (
                 f"{detail['before']} to {count(detail['after'], 'optimizer actor')} after step "
                 f"{detail['step']}: {count(detail['arenas'], 'arena')} of "
                 f"{memory(detail['arena_bytes'], None)} handed over in {detail['seconds']:.3f} s, "
-                f"{detail['copied_bytes']:,} bytes copied"
+                f"{detail['copied_bytes']:,} bytes copied{why}"
             )
         case "workers_leaving":
             return f"the workers make way for others after step {detail['step']}"
