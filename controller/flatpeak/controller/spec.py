@@ -169,6 +169,8 @@ class ClusterSpec(Section):
     """Longest wait for the start, and for an answer from another node; raise it if those lag."""
     step_timeout_s: Seconds = 1800.0
     """Longest wait for one step; raise it above the slowest step you expect."""
+    heartbeat_timeout_s: Seconds = 60.0
+    """A process that is silent so long in a step hangs and is replaced; less finds it sooner."""
 
     @model_validator(mode="after")
     def there_are_arenas_for_all_optimizers(self) -> "ClusterSpec":
