@@ -7,12 +7,42 @@ from pathlib import Path
 
 import pytest
 
-from driven_run import driving, tiny_job
+from driven_run import FAULTS, WHEN_IMPORTED, driving, tiny_job
 from flatpeak.controller.runs import process_start
 from flatpeak.controller.spec import Spec
 from local_run import holds_state_of, train_locally
 
 pytestmark = pytest.mark.timeout(300)
+
+
+SLOW_ON_RANK_1_AND_STUCK_IN_STEP_3 = """
+import os
+import threading
+import time
+
+MODULE = "flatpeak.workers.attention"
+
+
+class AttentionFault(Fault):
+    def change(self, module):
+        from flatpeak.workers.progress import beat
+
+        attend = module.packed_attention
+
+        def attend_late_or_never(*arguments, **how):
+            if module.dist.get_rank() == 1:
+                time.sleep(0.1)
+                flag = os.path.join(os.path.dirname(__file__), "stuck")
+                if beat().step == 3 and not os.path.exists(flag):
+                    open(flag, "w").close()
+                    threading.Event().wait()
+            return attend(*arguments, **how)
+
+        module.packed_attention = attend_late_or_never
+
+
+sys.meta_path.insert(0, AttentionFault())
+"""
 
 
 def job_of(folder: Path, steps: int = 5000) -> Spec:
@@ -44,8 +74,8 @@ def test_stopped_processes_are_replaced_and_no_bit_changes(tmp_path):
     assert "Traceback" not in ended.err
     details = {line["kind"]: line["detail"] for line in ended.out if line.get("type") == "event"}
     for kind, who, doing in (
-        ("worker_lost", "worker 1", r"(in \w+, )?[\w ]+ of step \d+"),
-        ("optimizer_lost", "optimizer 1", r"(idle|\w+ of step \d+)"),
+        ("worker_lost", "worker 1", r"(in \w+, )?(idle after|[\w ]+ of) step \d+"),
+        ("optimizer_lost", "optimizer 1", r"(idle after|\w+ of) step \d+"),
     ):
         assert details[kind]["actor"] == who
         told = rf"step \d+: {who} hangs: it has not answered for \d+\.\d s, longer than "
@@ -57,3 +87,32 @@ def test_stopped_processes_are_replaced_and_no_bit_changes(tmp_path):
     assert [step["loss"] for step in steps] == wanted.losses
     assert [step["grad_norm"] for step in steps] == wanted.norms
     assert holds_state_of(driver.run.snapshots / f"step-{len(steps)}", wanted)
+
+
+def test_a_rank_that_is_stuck_in_a_step_is_told_from_those_that_wait_for_it(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(WHEN_IMPORTED + SLOW_ON_RANK_1_AND_STUCK_IN_STEP_3)
+    job = tiny_job(
+        tmp_path,
+        train={"steps": 4},
+        cluster={"workers": 2, "step_timeout_s": 25.0},
+        parallel={"sequence": 1, "expert": 2, "vocabulary": 2},
+    )
+    with monkeypatch.context() as faulty:
+        faulty.setenv(FAULTS, str(tmp_path))
+        with driving(job, tmp_path) as driver:
+            ended = driver.end()
+            assert driver.left() == []
+    assert ended.code == 0, ended.err
+    (lost,) = [line["detail"] for line in ended.out if line.get("kind") == "worker_lost"]
+    assert lost["actor"] == "worker 1"
+    told = r"step 3: worker 1 hangs: worker 1 was in attention, forward of step 3, for (.*) s "
+    told += r"\(attention.py:\d+ in attention_forward\), \d\.\d s ago"
+    found = re.fullmatch(told, lost["reason"])
+    assert found, lost["reason"]
+    assert 12.5 <= float(found[1]) <= 25.0
+    wanted = train_locally(job, tmp_path)
+    steps = ended.steps()
+    assert [step["loss"] for step in steps] == wanted.losses
+    print("seconds of lag:", [step["lag_s"] for step in steps])
+    # Two layers, which are done again in the backward pass.
+    assert all(step["straggler"] == 1 and step["lag_s"] > 0.3 for step in steps[1:])

@@ -77,6 +77,7 @@ class _Heart:
     def __init__(self, placed: Placed, now: float) -> None:
         self.placed = placed
         self.question: Any = None
+        self.owes = False
         self.asked, self.heard = float("-inf"), now
         self.silent_s = 0.0
         self.beat: Beat | None = None
@@ -140,11 +141,13 @@ class Heartbeats:
     def _follow(self, heart: _Heart, now: float, passed: float) -> None:
         if heart.dead:
             return  # whoever waits for it hears of that
-        if heart.question is not None:
+        if heart.owes:
             heart.silent_s += passed
+        if heart.question is not None:
             self._take(heart, now)
         if heart.question is None and now - heart.asked >= self._every_s:
             heart.question, heart.asked = heart.placed.handle.heartbeat.remote(), now
+            heart.owes = True
 
     def _take(self, heart: _Heart, now: float) -> None:
         ready, _ = self._answers.wait([heart.question], timeout=0)
@@ -158,7 +161,7 @@ class Heartbeats:
         except RayError:  # out of reach for the moment: asked again, and silent until it answers
             heart.question = None
             return
-        heart.question, heart.silent_s = None, 0.0
+        heart.question, heart.owes, heart.silent_s = None, False, 0.0
         heart.beat, heart.heard = beat, now
 
     def _pulses(self) -> list[Pulse]:

@@ -42,7 +42,7 @@ class Beat:
     def described(self) -> str:
         """As it stands in a message, after the name of the process."""
         where = f"in {self.scope}, " if self.scope else ""
-        during = f"{self.phase} of step {self.step}" if self.phase != IDLE else self.phase
+        during = f"{self.phase} {'after' if self.phase == IDLE else 'of'} step {self.step}"
         waits = f", waiting for {self.waits_for}" if self.waits_for else ""
         line = f" ({self.line})" if self.line else ""
         return f"{where}{during}{waits}, for {self.still_s:.1f} s{line}"
