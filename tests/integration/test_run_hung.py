@@ -3,16 +3,24 @@
 import os
 import re
 import signal
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 
-from driven_run import FAULTS, WHEN_IMPORTED, driving, tiny_job
+from driven_run import FAULTS, SOURCE_ROOTS, WHEN_IMPORTED, driving, tiny_job
+from flatpeak.controller.cluster import connected
+from flatpeak.controller.placement import actor_class
 from flatpeak.controller.runs import process_start
 from flatpeak.controller.spec import Spec
+from flatpeak.workers.actors import TrainWorker
+from flatpeak.workers.progress import Beat
 from local_run import holds_state_of, train_locally
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(500)
 
 
 SLOW_ON_RANK_1_AND_STUCK_IN_STEP_3 = """
@@ -31,7 +39,7 @@ class AttentionFault(Fault):
 
         def attend_late_or_never(*arguments, **how):
             if module.dist.get_rank() == 1:
-                time.sleep(0.1)
+                time.sleep(0.25)
                 flag = os.path.join(os.path.dirname(__file__), "stuck")
                 if beat().step == 3 and not os.path.exists(flag):
                     open(flag, "w").close()
@@ -89,6 +97,37 @@ def test_stopped_processes_are_replaced_and_no_bit_changes(tmp_path):
     assert holds_state_of(driver.run.snapshots / f"step-{len(steps)}", wanted)
 
 
+def recorder() -> type:
+    """A worker that notes the calls that it gets; local, so that it travels to Ray by value."""
+
+    class Recorder(TrainWorker):
+        def __init__(self) -> None:
+            self.calls: list[tuple[int, int]] = []
+
+        def step(self, step: int) -> Any:
+            self.calls.append((step, threading.get_ident()))
+            time.sleep(0.5 if step == 0 else 0.0)
+
+        def noted(self) -> list[tuple[int, int]]:
+            return self.calls
+
+    return Recorder
+
+
+def test_calls_stay_in_order_on_one_thread_while_heartbeats_are_answered(tmp_path):
+    with connected(tiny_job(tmp_path)):
+        where = {"env_vars": {"PYTHONPATH": SOURCE_ROOTS}}
+        actor = actor_class(recorder()).options(runtime_env=where).remote()
+        refs = [actor.step.remote(step) for step in range(100)]
+        assert isinstance(ray.get(actor.heartbeat.remote(), timeout=60), Beat)
+        assert ray.wait(refs[:1], timeout=0)[0] == []
+        for _ in range(20):
+            ray.get(actor.heartbeat.remote(), timeout=60)
+        calls = ray.get(actor.noted.remote(), timeout=60)
+    assert [step for step, _ in calls] == [*range(100)]
+    assert len({thread for _, thread in calls}) == 1
+
+
 def test_a_rank_that_is_stuck_in_a_step_is_told_from_those_that_wait_for_it(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(WHEN_IMPORTED + SLOW_ON_RANK_1_AND_STUCK_IN_STEP_3)
     job = tiny_job(
@@ -115,4 +154,4 @@ def test_a_rank_that_is_stuck_in_a_step_is_told_from_those_that_wait_for_it(tmp_
     assert [step["loss"] for step in steps] == wanted.losses
     print("seconds of lag:", [step["lag_s"] for step in steps])
     # Two layers, which are done again in the backward pass.
-    assert all(step["straggler"] == 1 and step["lag_s"] > 0.3 for step in steps[1:])
+    assert all(step["straggler"] == 1 and step["lag_s"] > 0.5 for step in steps[1:])

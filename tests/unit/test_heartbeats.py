@@ -50,8 +50,10 @@ def test_who_has_answered_or_still_moves_is_no_cause():
     assert blamed(stuck, owed=["worker 0"]) is None
 
 
-def test_who_never_said_what_it_does_is_the_cause():
-    assert blamed(Pulse(who="worker 0"), pulse("worker 1")) == "worker 0"
+def test_who_is_silent_is_the_cause_before_those_who_speak():
+    spoke = pulse("worker 0", silent_s=11, still_s=0.1, waits_for=PEERS)
+    assert blamed(spoke, pulse("worker 1")) == "worker 0"
+    assert blamed(Pulse(who="worker 0", silent_s=11), pulse("worker 1")) == "worker 0"
 
 
 def test_where_all_wait_for_each_other_the_cause_is_who_came_least_far():

@@ -53,9 +53,9 @@ def culprit(pulses: Sequence[Pulse], owed: Collection[str], *, stalled_s: float)
     """
     names = {who.removeprefix(UPDATE_ON) for who in owed}
     late = [pulse for pulse in pulses if pulse.who in names]
+    if (mute := silent(late, stalled_s)) is not None:
+        return mute
     stuck = [(pulse, pulse.beat) for pulse in late if pulse.beat is not None]
-    if len(stuck) < len(late):
-        return next(pulse for pulse in late if pulse.beat is None)
     if not stuck or any(beat.still_s < stalled_s for _, beat in stuck):
         return None
     at_work = [one for one in stuck if not one[1].waits_for]

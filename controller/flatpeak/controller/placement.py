@@ -121,8 +121,9 @@ def _group_name(run: str, token: str) -> str:
     return f"flatpeak-{run}-{token}"
 
 
-def _actor(kind: type) -> Any:
-    """With a thread for heartbeats beside the one of all other calls."""
+def actor_class(kind: type) -> Any:
+    """`kind` for Ray, with a thread for heartbeats beside the one of all other calls, which stay in
+    order: collectives depend on that."""
     remote: Any = ray.remote
     return remote(concurrency_groups={HEARTBEAT: 1})(kind)
 
@@ -131,7 +132,7 @@ def start_workers(
     spec: Spec, group: PlacementGroup, device: str, *, logs: str, token: str, generation: int
 ) -> Iterator[Placed]:
     """The workers of a generation one by one; their nodes are not known yet."""
-    actor = _actor(TrainWorker)
+    actor = actor_class(TrainWorker)
     # A rank whose gloo listens on a public address would be open to the network for nothing.
     local = {"GLOO_SOCKET_IFNAME": "lo"} if spec.cluster.address == "local" else {}
     for rank in range(spec.cluster.workers):
@@ -179,7 +180,7 @@ def start_optimizer(
 ) -> Placed:
     """The optimizer actor `index`, also in the place of one that is dead."""
     handle = (
-        _actor(OptimizerActor)
+        actor_class(OptimizerActor)
         .options(
             name=f"flatpeak-{spec.run}-{token}-optimizer-{index}",
             num_cpus=spec.cluster.cpus_per_optimizer,
