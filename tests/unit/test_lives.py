@@ -21,7 +21,7 @@ from local_run import tiny_spec
 from tiny_models import tiny_content
 
 LOST = ControllerLost("the controller died")
-STARTED = event("started", worker_nodes=["n0", "n1"], arena_nodes=["n1", "n0", "n1"])
+STARTED = event("started", worker_nodes=["n0", "n1"], arena_nodes=["n1", "n0", "n1"], optimizers=1)
 ARENAS = Left("token-0", ("n0", "n1"), ("n1", "n0", "n1"))
 
 

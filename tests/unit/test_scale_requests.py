@@ -68,7 +68,7 @@ def test_the_answer_is_the_event_with_the_requests_id(tmp_path):
     with new_folder(tmp_path) as folder:
         folder.record(event("started", step=0))
         with driver(folder, DONE, **SCALED) as heard:
-            happened = scale_run(folder, 3, timeout_s=30)
+            happened = scale_run(folder, ScaleRequest(optimizers=3), timeout_s=30)
         assert [request.optimizers for request in heard] == [3]
         assert happened.detail == SCALED | {"request": heard[0].id}
         assert not (folder.path / "scale.json").exists()
@@ -80,13 +80,13 @@ def test_a_refusal_is_bad_input_with_the_reason(tmp_path):
         driver(folder, REFUSED, reason="4 free"),
         pytest.raises(InputError, match=r"^4 free$"),
     ):
-        scale_run(folder, 9, timeout_s=30)
+        scale_run(folder, ScaleRequest(optimizers=9), timeout_s=30)
 
 
 def test_a_driver_that_does_not_look_is_named_and_the_request_taken_back(tmp_path):
     with new_folder(tmp_path) as folder:
         with pytest.raises(WaitTimeout) as caught:
-            scale_run(folder, 3, timeout_s=0.2)
+            scale_run(folder, ScaleRequest(optimizers=3), timeout_s=0.2)
         assert f"process {os.getpid()} on " in str(caught.value)
         assert "did not get to 3 optimizer actors within 0.2 s; the request was not" in str(
             caught.value
@@ -100,7 +100,7 @@ def test_a_request_that_was_taken_and_not_answered_is_said_to_be_under_way(tmp_p
         driver(folder, None) as heard,
     ):
         with pytest.raises(WaitTimeout, match="the request is under way"):
-            scale_run(folder, 3, timeout_s=2)
+            scale_run(folder, ScaleRequest(optimizers=3), timeout_s=2)
         assert len(heard) == 1
 
 
@@ -109,11 +109,11 @@ def test_a_run_that_has_ended_or_ends_is_not_waited_for(tmp_path):
         ending = threading.Timer(0.3, lambda: folder.__exit__(None, None, None))
         ending.start()
         with pytest.raises(RunFailed, match=r"the run first ended \(done\) before it scaled"):
-            scale_run(folder, 3, timeout_s=30)
+            scale_run(folder, ScaleRequest(optimizers=3), timeout_s=30)
         ending.join()
         assert take_request(folder) is None
         with pytest.raises(InputError, match="the run first is done: there is nothing to scale"):
-            scale_run(folder, 3, timeout_s=30)
+            scale_run(folder, ScaleRequest(optimizers=3), timeout_s=30)
 
 
 def test_a_second_request_does_not_replace_one_that_waits(tmp_path):

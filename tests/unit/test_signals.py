@@ -106,7 +106,7 @@ def test_a_controller_that_is_not_up_is_not_waited_for(monkeypatch, tmp_path, an
     signals = StopSignals()
     signals.count = 1
     lives = Lives(tiny_spec(tiny_content("qwen3_moe")), tmp_path, None)
-    arguments = (lives, HeldArenas(str(tmp_path), "tiny"), follower, signals)
+    arguments = (lives, HeldArenas(str(tmp_path), "tiny"), Mock(), follower, signals)
     if answers:
         launch._follow(*arguments)
         follower.assert_called_once_with(interrupted)

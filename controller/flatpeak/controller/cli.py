@@ -52,6 +52,9 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override, like train.steps=20."),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an earlier run of this name.")]
+Degree = Annotated[
+    str | None, typer.Option(help="That degree of the new workers, or auto; else as in the job.")
+]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of a run.")]
 
 
@@ -218,21 +221,32 @@ def stop(
 @app.command()
 def scale(
     run: RunName,
-    optimizers: Annotated[int, typer.Option(help="Optimizer actors that there are to be.")],
+    optimizers: Annotated[
+        int | None, typer.Option(help="Optimizer actors that there are to be.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Workers that there are to be.")] = None,
+    sequence: Degree = None,
+    expert: Degree = None,
+    vocabulary: Degree = None,
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait.")] = 600.0,
     runs_dir: RunsDir = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """Change the number of optimizer actors of a run while it trains, at the next step boundary.
+    """Change the number of optimizer actors or of workers while a run trains, between two steps.
 
     Needs the run's folder, also of one that was submitted: --runs-dir says where it is.
     """
     from flatpeak.controller.display import event_line
     from flatpeak.controller.runs import RunFolder
-    from flatpeak.controller.scale_requests import scale_run
+    from flatpeak.controller.scale_requests import scale_request, scale_run
     from flatpeak.controller.strict_json import to_json
 
-    scaled = scale_run(RunFolder.open(runs_dir, run), optimizers, timeout_s=timeout)
+    request = scale_request(
+        optimizers=optimizers,
+        workers=workers,
+        degrees={"sequence": sequence, "expert": expert, "vocabulary": vocabulary},
+    )
+    scaled = scale_run(RunFolder.open(runs_dir, run), request, timeout_s=timeout)
     print(to_json({"run": run, **scaled.detail}) if as_json else f"{run}: {event_line(scaled)}")
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import ray
+
 from flatpeak.controller.display import count
 from flatpeak.controller.heartbeats import Heartbeats
 from flatpeak.controller.host_plan import (
@@ -29,7 +31,7 @@ from flatpeak.controller.host_plan import (
     planned_host_bytes,
 )
 from flatpeak.controller.leftovers import arena_name
-from flatpeak.controller.lives import REPLACED, STARTED, Life
+from flatpeak.controller.lives import REPLACED, STARTED, ArenaFile, Life
 from flatpeak.controller.metrics import RunMetrics
 from flatpeak.controller.optimizer_team import OptimizerTeam, Update
 from flatpeak.controller.ownership import HeldArena, Ownership, assign_arenas
@@ -50,20 +52,30 @@ from flatpeak.controller.placement import (
     slab_regions,
     start_optimizer,
     start_optimizers,
+    start_sources,
     start_workers,
     sweep_nodes,
+    with_an_optimizer_a_node,
     worker_nodes,
+)
+from flatpeak.controller.regrouping import (
+    LEAVING,
+    Regroup,
+    Regrouping,
+    refusal,
+    too_little_room,
 )
 from flatpeak.controller.resume import check_parameters, parameter_sizes, snapshot_meta
 from flatpeak.controller.runs import Event, RunEvent, RunFolder, event
 from flatpeak.controller.scale_requests import DONE, REFUSED
 from flatpeak.controller.scaling import Capacity, Change, Refused, Scaling, handed_over
 from flatpeak.controller.schedule import lr
+from flatpeak.controller.spec import Spec
 from flatpeak.controller.step_results import check_budget, larger_shapes, step_record
 from flatpeak.controller.takeover import update_under_way
 from flatpeak.controller.waiting import Died, Interrupted, Watch, collect, listed
 from flatpeak.controller.worker_group import UPDATE_ON, WorkerGroup, parts_of
-from flatpeak.workers.actors import log_to
+from flatpeak.workers.actors import Sources, log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
 from flatpeak.workers.errors import (
     CheckpointError,
@@ -140,6 +152,9 @@ class Controller:
             start=self._start_optimizer,
             timeout_s=spec.cluster.start_timeout_s,
         )
+        self._regrouping = Regrouping()
+        self._makes_way = False
+        self._sources: list[Placed] = []  # of the state, from arenas of another cut
         self._started = False
         self._committed = 0
         self._saved = 0
@@ -160,6 +175,24 @@ class Controller:
         the reason where that is refused."""
         return self._scaling.ask(request, optimizers)
 
+    def regroup(self, request: str, spec: Spec) -> str | None:
+        """Asks for the workers of `spec`, for which this controller makes way after a step; the
+        reason where that is refused."""
+        device = self._device
+        free = ray.available_resources()
+        reason = refusal(spec.cluster, self.spec.cluster, free=free, device=device)
+        if reason is not None:
+            return reason
+        if (reason := self._scaling.closed) is not None:
+            return reason
+        nodes = first_of_nodes(self._optimizers)
+        rooms = self._ask(nodes, "looking at the host memory", "host_room")
+        planned = planned_host_bytes(self._arenas, self._homes)
+        free_bytes = {actor.node: rooms[actor.name].nbytes for actor in nodes}
+        if (reason := too_little_room(planned, free_bytes)) is not None:
+            return reason
+        return self._regrouping.ask(Regroup(request, spec))
+
     def run(self) -> Iterator[Event]:
         """Trains to the last step; yields what happens as it happens."""
         for happened in self._run():
@@ -174,6 +207,8 @@ class Controller:
             try:
                 yield from self._start()
                 yield from self._train()
+                if self._makes_way:
+                    return
             except Interrupted:
                 end = "interrupted"
             except Died as death:
@@ -223,6 +258,8 @@ class Controller:
         placed = worker_nodes(self._workers)
         yield event("workers_placed", device=device, workers=len(self._workers), nodes=placed)
         if left is None:  # before the model is built, so that both start at once
+            if again:
+                spec = self.spec = with_an_optimizer_a_node(spec, placed)
             self._start_optimizers(optimizer_homes(spec, self._workers))
         if self._serving is not None:
             yield self._metrics.serve(self._serving)
@@ -267,7 +304,10 @@ class Controller:
                 step=self._committed,
                 worker_nodes=[worker.node for worker in self._workers],
                 arena_nodes=self._homes,
+                optimizers=len(self._optimizers),
             )
+        saved = (step for step in saved_steps(self.folder) if step <= self._committed)
+        self._saved = max(saved, default=0)
         self._started = True
 
     def _start_optimizers(self, homes: Sequence[str]) -> None:
@@ -337,16 +377,19 @@ class Controller:
         self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]
     ) -> Generator[Event, None, dict[str, int]]:
         """Returns the bytes of host memory taken on each node."""
-        snapshot = self._life.snapshot
+        snapshot = self._life.snapshot if not self._life.moved else None
         self._know(buckets, regions)
+        origin: Path | Sources | None = snapshot
+        if self._life.moved:
+            origin = self._open_sources(self._life.moved)
         if snapshot is not None:
             with SnapshotReader(snapshot) as reader:
                 check_parameters(reader, self._sizes)
-                self._committed = self._saved = reader.step
+                self._committed = reader.step
                 self._team.last = Update(reader.step, 0.0, None)
             yield event("resumed", snapshot=str(snapshot), step=self._committed)
         actors, arenas = self._optimizers, self._arenas
-        living = [run for run in living_runs() if run != self.spec.run]
+        living = [run for run in living_runs() if run != self.spec.run or self._life.moved]
         self._ask([*self._workers, *actors], "start of the actors", "sweep", living)
         planned = planned_host_bytes(arenas, self._homes, regions, self._workers)
         rooms = self._ask(first_of_nodes(actors), "looking at the host memory", "host_room")
@@ -356,11 +399,39 @@ class Controller:
         for index, actor in enumerate(actors):
             numbers = self._team.ownership.of(index)
             refs[actor.name] = actor.handle.create.remote(
-                {number: arenas[number] for number in numbers}, self._paths(numbers), snapshot
+                {number: arenas[number] for number in numbers}, self._paths(numbers), origin
             )
         self._gather(refs, "filling the arenas")
         yield from self._attach_or_replace()
         return planned
+
+    def _open_sources(self, files: Sequence[ArenaFile]) -> Sources:
+        """Brings the arenas of the life before to one step, of which the state is then taken."""
+        self._sources, paths = start_sources(self.spec, files)
+        versions = self._ask(self._sources, "opening the old arenas", "versions")
+        update = self._last_update(version for found in versions.values() for version in found)
+        held = self._ask(self._sources, "finishing the last update", "finish", *update)
+        self._committed, self._team.last = update.step, Update(update.step, 0.0, None)
+        return Sources(
+            handles=tuple(source.handle for source in self._sources),
+            nodes=tuple(source.node for source in self._sources),
+            paths=tuple(paths),
+            held=tuple(held[source.name] for source in self._sources),
+        )
+
+    def _close_sources(self) -> None:
+        """Once this life has told that it has the state."""
+        sources, self._sources = self._sources, []
+        try:
+            self._ask(sources, "removing the old arenas", "remove")
+        except Died as death:
+            log.warning("old arenas are left until the next run starts: %s", death.cause)
+        release(None, [source.handle for source in sources])
+
+    def _last_update(self, versions: Iterable[int]) -> Update:
+        records = self._records.steps()
+        last = records[-1] if records else None
+        return update_under_way({*versions}, last, self.spec.train.max_grad_norm)
 
     def _know(self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]) -> None:
         """Takes down what follows from the cut, and who is to own which arena."""
@@ -398,13 +469,8 @@ class Controller:
         yield from self._attach_or_replace()
         answers = self._ask(self._optimizers, "reading the arenas", "versions")
         versions = {version for found in answers.values() for version in found}
-        records = self._records.steps()
-        update = update_under_way(
-            versions, records[-1] if records else None, self.spec.train.max_grad_norm
-        )
+        update = self._last_update(versions)
         self._committed = min(versions)
-        saved = (step for step in saved_steps(self.folder) if step <= self._committed)
-        self._saved = max(saved, default=0)
         self._team.finish(update, beside=self._crew.update(*update) if self._on_device else {})
 
     def _attach_or_replace(self) -> Iterator[Event]:
@@ -479,8 +545,13 @@ class Controller:
         largest: dict[str, tuple[int, ...]] = {}
         self._scaling.open()
         for step in range(self._team.last.step + 1, self.spec.train.steps + 1):
+            if self._regrouping.due() is not None:
+                yield from self._make_way()
+                return
             began = time.perf_counter()
             answers = yield from self._step(step)
+            if self._sources:
+                self._close_sources()
             self._committed = self._team.last.step
             yield from self._gather_snapshot()
             self._results = {worker.name: answers[worker.name] for worker in self._workers}
@@ -504,6 +575,13 @@ class Controller:
                 self._begin_snapshot()
         if largest:
             yield event("largest_tensors", shapes=largest)
+
+    def _make_way(self) -> Iterator[Event]:
+        """Ends with all state in the arenas, at one step, for the next life to take over."""
+        self._scaling.close("the workers are about to change")
+        yield from self._settle(self._patience_s)
+        self._makes_way = True
+        yield event(LEAVING, step=self._committed)
 
     def _step(self, step: int) -> Generator[Event, None, dict[str, Any]]:
         """Forward and backward of `step` and the end of the update before it; the answers."""
@@ -642,18 +720,22 @@ class Controller:
 
         Workers hold no state, so an interrupted run need not wait for the step they are in.
         """
-        self._unstoppable = True
-        yield from self._finish_update(timeout_s)
-        yield from self._commit_snapshot()  # of an earlier step
-        self._committed = self._team.last.step
-        yield from self._gather_snapshot()
-        yield from self._commit_snapshot()
+        yield from self._settle(timeout_s)
         if self.spec.snapshots.at_end and self._committed > self._saved:
             self._begin_snapshot()
             yield from self._gather_snapshot()
             yield from self._commit_snapshot()
             if self._unsaved is not None:
                 raise self._unsaved
+
+    def _settle(self, timeout_s: float) -> Iterator[Event]:
+        """Afterwards no update is under way, and no snapshot."""
+        self._unstoppable = True
+        yield from self._finish_update(timeout_s)
+        yield from self._commit_snapshot()  # of an earlier step
+        self._committed = self._team.last.step
+        yield from self._gather_snapshot()
+        yield from self._commit_snapshot()
 
     def _finish_update(self, timeout_s: float) -> Iterator[Event]:
         while True:
@@ -682,12 +764,13 @@ class Controller:
             log.exception("what was committed after step %d is lost", self._saved)
 
     def _teardown(self) -> None:
-        """Ends what was started, however far the start came."""
+        """Ends what was started, however far the start came. The arenas stay for who comes next."""
+        closes = self._filled and not self._makes_way
         closing = {
             actor.name: actor.handle.close.remote(
                 [*self._paths(self._team.ownership.of(index)).values()]
             )
-            for index, actor in enumerate(self._optimizers if self._filled else ())
+            for index, actor in enumerate(self._optimizers if closes else ())
         }
         try:
             collect(closing, what="closing the arenas", timeout_s=_CLOSE_S)
@@ -696,7 +779,8 @@ class Controller:
             log.warning("%s", error)
             closed = False
         self._scaling.close("the run has ended")
-        release(self._group, [placed.handle for placed in self._workers + self._optimizers])
+        placed = self._workers + self._optimizers + self._sources
+        release(self._group, [actor.handle for actor in placed])
         if not closed and self.spec.cluster.address != "local":  # there the driver sees to it
             made_by = self._life.left or self._life
             sweep_nodes(self.spec, sorted(set(self._homes)), made_by.token)

@@ -182,6 +182,15 @@ def event_line(event: RunEvent) -> str | None:
                 f"{memory(detail['arena_bytes'], None)} handed over in {detail['seconds']:.3f} s, "
                 f"{detail['copied_bytes']:,} bytes copied"
             )
+        case "workers_leaving":
+            return f"the workers make way for others after step {detail['step']}"
+        case "workers_scaled":
+            degrees = ", ".join(f"{n} {detail[n]}" for n in ("sequence", "expert", "vocabulary"))
+            return (
+                f"{detail['before']} to {count(detail['after'], 'worker')} ({degrees}) after step "
+                f"{detail['step']}, {detail['copied_bytes']:,} bytes of state moved, in "
+                f"{detail['seconds']:.1f} s"
+            )
         case "scaling_refused":
             return f"not scaled: {detail['reason']}"
         case "warning":

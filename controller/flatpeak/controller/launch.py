@@ -26,6 +26,7 @@ from flatpeak.controller.lives import REPLACED, ControllerLost, Life, Lives
 from flatpeak.controller.metrics import serving_of
 from flatpeak.controller.outlet import Outlet
 from flatpeak.controller.placement import release_group_of
+from flatpeak.controller.regrouping import Regroup
 from flatpeak.controller.resume import Resume, check_parameters, snapshot_to_resume
 from flatpeak.controller.runs import (
     Event,
@@ -39,7 +40,7 @@ from flatpeak.controller.runs import (
 )
 from flatpeak.controller.scale_requests import REFUSED, ScaleRequest, take_request
 from flatpeak.controller.signals import StopSignals
-from flatpeak.controller.spec import Spec, check_against_model, resolve_parallel
+from flatpeak.controller.spec import Spec, check_against_model, parse_spec, resolve_parallel
 from flatpeak.controller.waiting import describe, listed
 from flatpeak.workers import checkpoint
 from flatpeak.workers.arena import sweep_stale
@@ -63,15 +64,8 @@ def resolve(spec: Spec, resume: Resume | None = None) -> Spec:
     or the snapshot that is gone on from, which is of another model.
     """
     config = checkpoint.load_config(path=spec.model.path, config=spec.model.config)
-    experts, heads = checkpoint.num_experts(config), checkpoint.attention_heads(config)
     vocab_size = checkpoint.vocab_size(config)
-    resolved = resolve_parallel(spec, experts=experts, heads=heads)
-    check_against_model(
-        resolved,
-        experts=experts,
-        attention_heads=heads,
-        key_value_heads=checkpoint.kv_heads(config),
-    )
+    resolved = _resolved(spec, config)
     model = checkpoint.build_meta_model(config)
     check_supported(model)
     check_router_biases(resolved, model)
@@ -90,6 +84,32 @@ def resolve(spec: Spec, resume: Resume | None = None) -> Spec:
     return resolved
 
 
+def regrouped(asked: Spec, present: Spec, request: ScaleRequest) -> Spec:
+    """The job with other workers, its degrees resolved; raises what `resolve` raises for them."""
+    cluster = present.cluster.model_copy(update={"workers": request.workers})
+    data = asked.model_dump() | {"cluster": cluster.model_dump()}
+    data["parallel"] |= request.degrees
+    spec = parse_spec(data, source="the job with these workers")
+    config = checkpoint.load_config(path=spec.model.path, config=spec.model.config)
+    resolved = _resolved(spec, config)
+    check_dispatch_budget(resolved, checkpoint.build_meta_model(config))
+    return resolved
+
+
+def _resolved(spec: Spec, config: Any) -> Spec:
+    """The spec with its degrees as numbers, which suit the model."""
+    resolved = resolve_parallel(
+        spec, experts=checkpoint.num_experts(config), heads=checkpoint.attention_heads(config)
+    )
+    check_against_model(
+        resolved,
+        experts=checkpoint.num_experts(config),
+        attention_heads=checkpoint.attention_heads(config),
+        key_value_heads=checkpoint.kv_heads(config),
+    )
+    return resolved
+
+
 def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
     """Runs the job to its end; `on_event` sees every step and event as it happens.
 
@@ -99,7 +119,7 @@ def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
     # First: what dead runs left takes the room of this one.
     sweep_stale(node_path(spec.cluster.shm_dir))
     resume = snapshot_to_resume(spec, runs_folder(spec.runs_dir) / spec.run)
-    spec = resolve(spec, resume)
+    asked, spec = spec, resolve(spec, resume)
     with ExitStack() as after, StopSignals() as signals, RunFolder.create(spec) as folder:
         outlets = [*_marks(spec), *experiment_logs(spec, folder.path)]
         follower = _Follower(folder, on_event, outlets)
@@ -112,7 +132,7 @@ def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
             follower(event("warning", text=text))
         try:
             lives = Lives(spec, folder.path, resume and resume.snapshot.resolve())
-            _drive(lives, follower, signals)
+            _drive(lives, _Requests(asked, lives, follower), follower, signals)
         except FlatpeakError as error:
             failed = event("failed", reason=str(error))
             folder.record(failed)
@@ -130,7 +150,9 @@ def _marks(spec: Spec) -> list[Outlet]:
     return [] if url is None else [Annotator(Grafana(url, token_from_environment()), spec.run)]
 
 
-def _drive(lives: Lives, follower: "_Follower", signals: StopSignals) -> None:
+def _drive(
+    lives: Lives, requests: "_Requests", follower: "_Follower", signals: StopSignals
+) -> None:
     spec = lives.life.spec
     local = spec.cluster.address == "local"
     what = "Ray on this machine" if local else f"in the Ray cluster at {spec.cluster.address}"
@@ -143,7 +165,7 @@ def _drive(lives: Lives, follower: "_Follower", signals: StopSignals) -> None:
             for warning in warnings:
                 follower(warning)
             if not signals.count:
-                _supervise(lives, follower, signals)
+                _supervise(lives, requests, follower, signals)
     except SystemExit:  # SIGTERM while Ray was starting: it had taken the signal over
         raise KeyboardInterrupt from None
     except ClusterError:
@@ -249,23 +271,39 @@ class _Follower:
         )
 
 
-def _supervise(lives: Lives, follower: _Follower, signals: StopSignals) -> None:
+def _supervise(
+    lives: Lives, requests: "_Requests", follower: _Follower, signals: StopSignals
+) -> None:
     """Starts controllers one after the other until one comes to the run's end."""
     spec = lives.life.spec
     with HeldArenas(spec.cluster.shm_dir, spec.run) as held:
         while True:
+            dead = lives.life.token
             try:
-                return _follow(lives, held, follower, signals)
+                _follow(lives, held, requests, follower, signals)
+                if not lives.move():
+                    return
             except FlatpeakError as error:
                 if signals.count and not lives.settled:
                     raise KeyboardInterrupt from None
-                release_group_of(spec.run, lives.life.token)
+                if not lives.moving:
+                    requests.abandon()
+                release_group_of(spec.run, dead)
                 for happened in lives.go_on(error):
                     follower(happened)
+                    requests.observe(happened)
                 held.hold(lives.arenas)
+                if dead != lives.arenas:
+                    remove_arenas(spec.cluster.shm_dir, spec.run, dead)
 
 
-def _follow(lives: Lives, held: HeldArenas, follower: _Follower, signals: StopSignals) -> None:
+def _follow(
+    lives: Lives,
+    held: HeldArenas,
+    requests: "_Requests",
+    follower: _Follower,
+    signals: StopSignals,
+) -> None:
     """Hands on a controller's events until it is done; the first signal asks it to stop.
 
     Raises what the controller raises, and ControllerLost when it dies.
@@ -276,14 +314,14 @@ def _follow(lives: Lives, held: HeldArenas, follower: _Follower, signals: StopSi
     answer: Any = None
     give_up = math.inf
     silent = True
-    requests = _Requests(controller, follower)
+    requests.serve(controller)
     try:
         while True:
             requests.look()
             if signals.count > 1:
                 raise KeyboardInterrupt
             # What an earlier life left is kept by none but one that has taken it over.
-            if signals.count and answer is None and (life.left is None or lives.settled):
+            if signals.count and answer is None and (lives.settled or not life.inherits):
                 answer = controller.stop.remote()
                 give_up = time.monotonic() + _ANSWER_S
             # A controller that is not up yet hears nothing, and has done nothing worth keeping.
@@ -297,12 +335,15 @@ def _follow(lives: Lives, held: HeldArenas, follower: _Follower, signals: StopSi
                     follower.catch_up(happened.detail["step"])
                 follower(happened)
                 lives.observe(happened)
+                if isinstance(happened, RunEvent):
+                    for told in lives.moved(happened):
+                        follower(told)
+                        requests.observe(told)
                 requests.observe(happened)
                 held.hold(lives.arenas)
     except StopIteration:
         return
     except RayError as error:
-        requests.abandon()
         cause = getattr(error, "cause", None)
         if isinstance(cause, FlatpeakError):
             raise cause from None
@@ -315,20 +356,27 @@ def _follow(lives: Lives, held: HeldArenas, follower: _Follower, signals: StopSi
 
 
 class _Requests:
-    """Brings requests from the run folder to the controller, one at a time, and notes refusals."""
+    """Brings requests from the run folder to the controller, one at a time, and notes refusals.
 
-    def __init__(self, controller: Any, follower: _Follower) -> None:
-        self._controller, self._follower = controller, follower
+    `asked` is the job as its user wrote it: other workers may mean other degrees.
+    """
+
+    def __init__(self, asked: Spec, lives: Lives, follower: _Follower) -> None:
+        self._asked_spec, self._lives, self._follower = asked, lives, follower
+        self._controller: Any = None
         self._asked: tuple[ScaleRequest, Any] | None = None
         self._owed: set[str] = set()  # whose end has not been told of yet
+
+    def serve(self, controller: Any) -> None:
+        """From now on they are for this controller."""
+        self._controller = controller
 
     def look(self) -> None:
         if self._asked is None:
             request = take_request(self._follower.folder)
             if request is not None:
-                answer = self._controller.scale.remote(request.id, request.optimizers)
-                self._asked = request, answer
                 self._owed.add(request.id)
+                self._ask(request)
             return
         request, answer = self._asked
         reason: Any
@@ -342,12 +390,26 @@ class _Requests:
         if reason is not None:
             self._refuse(request.id, reason)
 
+    def _ask(self, request: ScaleRequest) -> None:
+        if request.workers is None:
+            answer = self._controller.scale.remote(request.id, request.optimizers)
+        else:
+            try:
+                spec = regrouped(self._asked_spec, self._lives.life.spec, request)
+            except FlatpeakError as error:
+                self._refuse(request.id, str(error))
+                return
+            self._lives.want(Regroup(request.id, spec))
+            answer = self._controller.regroup.remote(request.id, spec)
+        self._asked = request, answer
+
     def observe(self, happened: Event) -> None:
         if isinstance(happened, RunEvent):
             self._owed.discard(happened.detail.get("request", ""))
 
     def abandon(self) -> None:
         """The controller is gone, and what it was asked for with it."""
+        self._asked = None
         for request in sorted(self._owed):
             self._refuse(request, "the controller ended while it was at it; ask again")
 

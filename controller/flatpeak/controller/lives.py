@@ -6,18 +6,23 @@ controller from these, or from the newest snapshot where a node took an arena wi
 """
 
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flatpeak.controller.leftovers import arena_name
+from flatpeak.controller.regrouping import LEAVING, REGROUPED, Regroup
 from flatpeak.controller.runs import Event, RunEvent, StepRecord, event
-from flatpeak.controller.scale_requests import DONE
+from flatpeak.controller.scale_requests import DONE, REFUSED
 from flatpeak.controller.spec import ClusterSpec, Spec
 from flatpeak.controller.waiting import DEATHS_IN_A_STEP
 from flatpeak.workers.errors import FlatpeakError, ProcessLost, RunFailed, StateLost
 from flatpeak.workers.snapshot import Latest, find_latest
 
+STATE_BYTES = 12
+"""Of a parameter, that move: fp32 master and two moments."""
 STARTED, REPLACED = "started", "controller_replaced"
 
 
@@ -34,11 +39,25 @@ class Left:
     worker_nodes: tuple[str, ...]
     arena_nodes: tuple[str, ...]
 
+    def files(self, run: str) -> tuple["ArenaFile", ...]:
+        return tuple(
+            ArenaFile(node, arena_name(run, self.token, number))
+            for number, node in enumerate(self.arena_nodes)
+        )
+
+
+@dataclass(frozen=True)
+class ArenaFile:
+    """One on a node, by its name in the folder of arenas there."""
+
+    node: str
+    name: str
+
 
 @dataclass(frozen=True)
 class Life:
-    """What a controller begins from: the arenas that were `left`, or else the `snapshot`, or else
-    fresh weights.
+    """What a controller begins from: the arenas that were `left`, or else what `moved` hold, which
+    were cut for another layout, or else the `snapshot`, or else fresh weights.
 
     `spec` has its degrees resolved, and as many optimizer actors as the life before had in the end.
     `token` marks what this life makes in names that all lives and runs share, `generation` is the
@@ -51,6 +70,12 @@ class Life:
     generation: int = 0
     snapshot: Path | None = None
     left: Left | None = None
+    moved: tuple[ArenaFile, ...] = ()
+
+    @property
+    def inherits(self) -> bool:
+        """Whether it has state that would be lost if it ended before it has taken that over."""
+        return self.left is not None or bool(self.moved)
 
 
 class Lives:
@@ -72,6 +97,9 @@ class Lives:
         self.settled = False
         """Whether this life has state of its own, in arenas."""
         self._left: Left | None = None
+        self._wanted: Regroup | None = None
+        self._before: tuple[Spec, float] | None = None  # while the workers change, and since when
+        self._leaving = False
         self._optimizers = spec.cluster.optimizers
         self._step = 0
         self._deaths: Counter[int] = Counter()
@@ -90,6 +118,9 @@ class Lives:
         if happened.kind == STARTED:
             nodes = tuple(detail["worker_nodes"]), tuple(detail["arena_nodes"])
             self._left = Left(self.life.token, *nodes)
+            self._optimizers = detail["optimizers"]
+        elif happened.kind == LEAVING:
+            self._leaving = True
         elif happened.kind == DONE:
             self._optimizers = detail["after"]
         elif happened.kind == "workers_replaced":
@@ -100,8 +131,14 @@ class Lives:
         """Sets `life` to the one after the present one, which ended with `error`; tells of it.
 
         Raises `error` where another life would not help: at any error but the death of a process or
-        a node, and when that comes again and again in the same step.
+        a node, and when that comes again and again in the same step. When other workers cannot be
+        had, the next life has those of before.
         """
+        if self._before is not None and not isinstance(error, ControllerLost | ProcessLost):
+            yield self._refuse(str(error))
+            self._begin(self._before[0], left=self._left)
+            self._before = None
+            return
         if not isinstance(error, ControllerLost | StateLost | ProcessLost):
             raise error
         self._deaths[self._step] += 1
@@ -116,7 +153,10 @@ class Lives:
             yield event("controller_lost", step=self._step, reason=str(error))
         else:
             yield event("start_failed", step=self._step, reason=str(error))
-        self._begin(left=self._left)
+        if self._before is not None:
+            self._begin(self.life.spec, moved=self.life.moved)
+        else:
+            self._begin(self.life.spec, left=self._left)
 
     def _back_to_snapshot(self, error: StateLost) -> RunEvent:
         latest = self._find(self._folder)
@@ -132,21 +172,67 @@ class Lives:
             redone_steps=self._step - after,
         )
 
-    def _begin(self, *, left: Left | None) -> None:
-        cluster = self.life.spec.cluster
-        cluster = cluster.model_copy(
-            update={"optimizers": self._optimizers, "max_optimizers": _arenas(cluster)}
+    def _begin(
+        self, spec: Spec, *, left: Left | None = None, moved: tuple[ArenaFile, ...] = ()
+    ) -> None:
+        cluster = spec.cluster.model_copy(
+            update={"optimizers": self._optimizers, "max_optimizers": _arenas(spec.cluster)}
         )
         self.life = replace(
             self.life,
-            spec=self.life.spec.model_copy(update={"cluster": cluster}),
+            spec=spec.model_copy(update={"cluster": cluster}),
             token=self._new_token(),
             number=self.life.number + 1,
             generation=self.life.generation + 1,
             left=left,
+            moved=moved,
         )
         self.tokens.append(self.life.token)
         self.settled = False
+
+    # Other workers
+
+    def want(self, regroup: Regroup) -> None:
+        """What the present life was asked for; if it makes way for that, the next one has it."""
+        self._wanted = regroup
+
+    @property
+    def moving(self) -> bool:
+        """Whether the present life was to have other workers, and has not got that far."""
+        return self._before is not None
+
+    def move(self) -> bool:
+        """Whether the life that ended made way for another, which `life` then is."""
+        if not self._leaving:
+            return False
+        assert self._wanted is not None
+        assert self._left is not None
+        self._leaving = False
+        self._before = self.life.spec, time.monotonic()
+        self._begin(self._wanted.spec, moved=self._left.files(self.life.spec.run))
+        return True
+
+    def moved(self, started: RunEvent) -> Iterator[RunEvent]:
+        """Tells of the change once it is done."""
+        if self._before is None or started.kind != STARTED:
+            return
+        assert self._wanted is not None
+        (before, began), self._before = self._before, None
+        now = self.life.spec
+        yield event(
+            REGROUPED,
+            request=self._wanted.request,
+            step=started.detail["step"],
+            before=before.cluster.workers,
+            after=now.cluster.workers,
+            **now.parallel.degrees,
+            copied_bytes=STATE_BYTES * started.detail["parameters"],
+            seconds=time.monotonic() - began,
+        )
+
+    def _refuse(self, reason: str) -> RunEvent:
+        assert self._wanted is not None
+        return event(REFUSED, request=self._wanted.request, reason=reason)
 
 
 def _arenas(cluster: ClusterSpec) -> int | None:

@@ -218,10 +218,18 @@ class OptimizerTeam:
         if who in self.links:
             self.links[who] = actor.handle.serve.remote(self._served[index])
         try:
-            self._collect(attached, f"replacing {who}", self._start_timeout_s, mortal=(who,))
+            answers = self._collect(
+                attached, f"replacing {who}", self._start_timeout_s, mortal=(who,)
+            )
         except Died:
             return  # its other answers say so too, and are waited for
-        yield event("optimizer_replaced", actor=who, step=step, seconds=time.perf_counter() - began)
+        yield event(
+            "optimizer_replaced",
+            actor=who,
+            step=step,
+            attach_s=answers[who],
+            seconds=time.perf_counter() - began,
+        )
 
     def _ask_part(self, actor: Placed) -> Any:
         return actor.handle.snapshot.remote(self._folder, self.last.step)

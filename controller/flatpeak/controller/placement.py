@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -27,11 +28,13 @@ from ray.util.scheduling_strategies import (
 )
 
 from flatpeak.controller.leftovers import remove_arenas
-from flatpeak.controller.lives import Left
+from flatpeak.controller.lives import ArenaFile, Left
 from flatpeak.controller.spec import ClusterSpec, Spec
 from flatpeak.workers.actors import HEARTBEAT, OptimizerActor, TrainWorker
 from flatpeak.workers.buckets import Bucket
 from flatpeak.workers.errors import ClusterError, StateLost
+from flatpeak.workers.settings import adamw_of
+from flatpeak.workers.state_source import StateSource
 from flatpeak.workers.trainer import SlabRegion
 
 _POLL_S = 0.25
@@ -147,6 +150,36 @@ def start_workers(
             ),
         ).remote(spec, rank, device, logs, generation)
         yield Placed(f"worker {rank}", handle, node="")
+
+
+def start_sources(
+    spec: Spec, files: Sequence[ArenaFile]
+) -> tuple[list[Placed], list[tuple[str, ...]]]:
+    """An actor on each node that has some of the arenas `files`, which owns them, and the paths of
+    its own."""
+    nodes = sorted({file.node for file in files})
+    folder = Path(spec.cluster.shm_dir)
+    paths = [tuple(str(folder / f.name) for f in files if f.node == node) for node in nodes]
+    actor, timeout = ray.remote(StateSource), spec.cluster.start_timeout_s
+    sources = []
+    for node, own in zip(nodes, paths, strict=True):
+        here = NodeAffinitySchedulingStrategy(node, soft=False)
+        handle = actor.options(num_cpus=0, scheduling_strategy=here).remote(
+            spec.run, own, adamw_of(spec), timeout_s=timeout
+        )
+        sources.append(Placed(f"the old arenas of node {node}", handle, node))
+    return sources, paths
+
+
+def with_an_optimizer_a_node(spec: Spec, nodes: Sequence[str]) -> Spec:
+    """The job of a life that its user did not write, with as many optimizer actors as its workers
+    need: they may be on more `nodes` than before."""
+    cluster = spec.cluster
+    if cluster.optimizer_placement == "anywhere":
+        return spec
+    wanted = max(cluster.optimizers, min(len(nodes), cluster.arenas))
+    changed = {"optimizers": wanted, "max_optimizers": cluster.arenas}
+    return spec.model_copy(update={"cluster": cluster.model_copy(update=changed)})
 
 
 def optimizer_homes(spec: Spec, workers: Sequence[Placed]) -> list[str]:

@@ -8,12 +8,15 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from flatpeak.controller.display import count
 from flatpeak.controller.runs import RunEvent, RunFolder
 from flatpeak.workers.errors import InputError, RunFailed, WaitTimeout
 
@@ -23,17 +26,44 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleRequest:
-    """The content of scale.json: so many optimizer actors are wanted."""
+    """The content of scale.json: what is wanted, of one of the two. `degrees` are those of the
+    groups of workers that are not to be as the job says."""
 
-    id: str
-    optimizers: int
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    optimizers: int | None = None
+    workers: int | None = None
+    degrees: dict[str, int | Literal["auto"]] = field(default_factory=dict)
+
+    @property
+    def wanted(self) -> str:
+        if self.workers is not None:
+            return count(self.workers, "worker")
+        return count(self.optimizers or 0, "optimizer actor")
 
 
 _REQUEST = TypeAdapter(ScaleRequest)
 
 
-def scale_run(folder: RunFolder, optimizers: int, *, timeout_s: float) -> RunEvent:
-    """Asks the driver of a run for so many optimizer actors; returns the event `DONE`.
+def scale_request(
+    *, optimizers: int | None, workers: int | None, degrees: Mapping[str, str | None]
+) -> ScaleRequest:
+    """What a user asks for, where a degree is a number or `auto`; raises InputError for what is
+    not one change."""
+    if (optimizers is None) == (workers is None):
+        raise InputError("give one of --optimizers and --workers, like --workers 4")
+    given = {name: value for name, value in degrees.items() if value is not None}
+    if given and workers is None:
+        raise InputError(f"--{next(iter(given))} is for another number of --workers")
+    found: dict[str, int | Literal["auto"]] = {}
+    for name, value in given.items():
+        if value != "auto" and not (value.isascii() and value.isdigit() and int(value) >= 1):
+            raise InputError(f"--{name} {value} is no degree; give a number of 1 or more, or auto")
+        found[name] = "auto" if value == "auto" else int(value)
+    return ScaleRequest(optimizers=optimizers, workers=workers, degrees=found)
+
+
+def scale_run(folder: RunFolder, request: ScaleRequest, *, timeout_s: float) -> RunEvent:
+    """Asks the driver of a run for what is wanted; returns the event that tells of its end.
 
     Raises InputError when the run does not live, or refuses, with its reason; RunFailed when it
     ends first; WaitTimeout when nothing happened in time, and takes the request back if it can.
@@ -43,7 +73,6 @@ def scale_run(folder: RunFolder, optimizers: int, *, timeout_s: float) -> RunEve
         raise InputError(f"the run {info.run} is {info.seen_state}: there is nothing to scale")
     new_events = folder.follow_events()
     new_events()
-    request = ScaleRequest(id=secrets.token_hex(8), optimizers=optimizers)
     put_request(folder, request)
     deadline = time.monotonic() + timeout_s
     while True:
@@ -61,7 +90,7 @@ def scale_run(folder: RunFolder, optimizers: int, *, timeout_s: float) -> RunEve
                 stands = "is under way, and flatpeak watch will show its end"
             raise WaitTimeout(
                 f"process {info.pid} on {info.host}, which drives the run {info.run}, did not get "
-                f"to {optimizers} optimizer actors within {timeout_s:g} s; the request {stands}. "
+                f"to {request.wanted} within {timeout_s:g} s; the request {stands}. "
                 "It takes a step or two, and the start of processes: wait longer with --timeout"
             )
         time.sleep(_POLL_S)

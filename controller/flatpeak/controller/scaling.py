@@ -137,6 +137,13 @@ class Scaling:
         self._change: Change | None = None
         self._closed: str | None = "the run is still starting; ask again when it trains"
 
+    @property
+    def closed(self) -> str | None:
+        """Why requests are not heard now; None where they are."""
+        if self._change is not None:
+            return f"a change to {self._change.wanted} optimizer actors is under way; wait"
+        return self._closed
+
     def open(self) -> None:
         """From now on requests are heard."""
         self._closed = None
@@ -144,10 +151,8 @@ class Scaling:
     def ask(self, request: str, wanted: int) -> str | None:
         """Begins to go to `wanted` actors; the reason where that is refused."""
         with self._lock:
-            if self._closed is not None:
-                return self._closed
-            if self._change is not None:
-                return f"a change to {self._change.wanted} optimizer actors is under way; wait"
+            if self.closed is not None:
+                return self.closed
             present, capacity = len(self._actors), self._capacity()
             if (reason := refusal(wanted, present, capacity)) is not None:
                 return reason

@@ -7,12 +7,13 @@ the world meets its peers.
 import faulthandler
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -23,7 +24,7 @@ from flatpeak.kernels.adamw import LEAST_COMPILED
 from flatpeak.workers import progress
 from flatpeak.workers.arena import Arena, sweep_stale
 from flatpeak.workers.arena_owner import ArenaOwner
-from flatpeak.workers.buckets import Bucket, Shard
+from flatpeak.workers.buckets import Bucket, Range, Shard
 from flatpeak.workers.errors import ClusterError, SnapshotFailed
 from flatpeak.workers.host_memory import HostMemory, Room, host_memory, node_path, room
 from flatpeak.workers.metrics import NODE, MetricsServer, ProcessMetrics, Serving
@@ -31,6 +32,7 @@ from flatpeak.workers.metrics.roles import OptimizerMetrics, WorkerMetrics
 from flatpeak.workers.remote import ArenaServer, RemoteArena, open_store
 from flatpeak.workers.settings import adamw_of
 from flatpeak.workers.snapshot import SnapshotPart, SnapshotReader, restore, write_snapshot_part
+from flatpeak.workers.state_source import Arrays, Held, StateReader, StateSource
 from flatpeak.workers.trainer import SlabRegion, StepResult, Trainer
 from flatpeak.workers.update_rates import measure_device_rates, measure_host_rate
 from flatpeak.workers.update_split import DeviceRates
@@ -53,6 +55,10 @@ def log_to(folder: str, name: str) -> None:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     faulthandler.enable(stream)
+
+
+def node_of_this_process() -> str:
+    return ray.get_runtime_context().get_node_id()
 
 
 def _host(spec: "Spec") -> str:
@@ -118,7 +124,7 @@ class TrainWorker(_Process):
         self._store: TCPStore | None = None
 
     def node(self) -> str:
-        return ray.get_runtime_context().get_node_id()
+        return node_of_this_process()
 
     def sweep(self, living: Collection[str]) -> None:
         """As optimizer actors do; this node may have none."""
@@ -208,6 +214,16 @@ class TrainWorker(_Process):
         self._trainer.finish_update()
 
 
+@dataclass(frozen=True)
+class Sources:
+    """Actors of `StateSource`, one a node that has arenas at `paths`, and what each has."""
+
+    handles: tuple[Any, ...]
+    nodes: tuple[str, ...]
+    paths: tuple[tuple[str, ...], ...]
+    held: tuple[Held, ...]
+
+
 class OptimizerActor(_Process):
     """Owner of arenas: fills them, updates them, writes them to disk, removes them."""
 
@@ -225,9 +241,13 @@ class OptimizerActor(_Process):
         _sweep(self._spec, living)
 
     def create(
-        self, planned: "dict[int, PlannedArena]", paths: dict[int, str], snapshot: Path | None
+        self,
+        planned: "dict[int, PlannedArena]",
+        paths: dict[int, str],
+        origin: Path | Sources | None,
     ) -> None:
-        """Makes the arenas at `paths` and fills them from the snapshot or else afresh."""
+        """Makes the arenas at `paths` and fills them from a snapshot or other arenas, or else
+        afresh."""
         spec = self._spec
         for number, plan in planned.items():
             self._owner.create(
@@ -238,8 +258,10 @@ class OptimizerActor(_Process):
                 slab_bytes=plan.slab_bytes,
             )
         core = self._owner.core
-        if snapshot is not None:
-            with SnapshotReader(snapshot) as reader:
+        if isinstance(origin, Sources):
+            self._move(origin)
+        elif origin is not None:
+            with SnapshotReader(origin) as reader:
                 restore(core, reader)
         else:
             weights = open_weights(spec)
@@ -249,6 +271,28 @@ class OptimizerActor(_Process):
             core.commit_load(0)
         for arena in core.arenas:
             log.info("arena %s: %d buckets, %d bytes", arena.path, len(arena.buckets), arena.nbytes)
+
+    def _move(self, origin: Sources) -> None:
+        timeout = self._spec.cluster.start_timeout_s
+        own = [n for n, node in enumerate(origin.nodes) if node == node_of_this_process()]
+        here = {
+            number: StateSource(
+                self._spec.run,
+                origin.paths[number],
+                self._owner.core.settings,
+                timeout_s=None,
+            )
+            for number in own
+        }
+
+        def fetch(number: int, held: Range) -> Arrays:
+            if number in here:
+                return here[number].read(held)
+            return ray.get(origin.handles[number].read.remote(held), timeout=timeout)
+
+        restore(self._owner.core, StateReader(origin.held, fetch))
+        for source in here.values():
+            source.close()
 
     def serve(self, ranks: list[int]) -> tuple[str, int]:
         """Lets workers of other nodes reach the one arena; returns the address for them."""
@@ -264,14 +308,16 @@ class OptimizerActor(_Process):
         """Returns when this process would update at once: what it takes is imported and loaded."""
         measure_host_rate(elements=LEAST_COMPILED)
 
-    def attach(self, paths: dict[int, str]) -> None:
+    def attach(self, paths: dict[int, str]) -> float:
         """Takes over arenas (number to path): handed over, or of a dead predecessor in the middle
-        of whatever it did."""
+        of whatever it did. Returns the seconds that it took."""
+        began = time.perf_counter()
         found = {number: node_path(path) for number, path in paths.items()}
         self._owner.attach(found, timeout_s=self._spec.cluster.start_timeout_s)
         core = self._owner.core
         versions = Counter(map(core.version, core.buckets))
         log.info("took over arenas %s; buckets by step: %s", [*paths], dict(versions))
+        return time.perf_counter() - began
 
     def buckets(self) -> list[Bucket]:
         """Those of its arenas."""

@@ -101,7 +101,8 @@ class OptimizerCore:
 
     Fresh arenas get masters by `load` (in pieces) or `load_gradients`, then `commit_load`. Attached
     ones go on where their last process stopped, also in the middle of an update. `buckets` limits
-    it to some of the arenas'. `counters` are those of a core that this one follows.
+    it to some of the arenas'. `counters` are those of a core that this one follows. `alone` it
+    updates what workers would update on their devices, too.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class OptimizerCore:
         *,
         buckets: Sequence[Bucket] | None = None,
         counters: Counters | None = None,
+        alone: bool = False,
     ) -> None:
         self.arenas, self.settings = tuple(arenas), settings
         self.counters = counters or Counters()
@@ -118,7 +120,7 @@ class OptimizerCore:
         chosen = [b for arena in arenas for b in arena.buckets] if buckets is None else buckets
         # Over all arenas, so that an update keeps the order in which the forward needs them.
         self.buckets = sorted(chosen, key=lambda bucket: bucket.index)
-        self._updated = [bucket for bucket in self.buckets if bucket.updater is None]
+        self._updated = [b for b in self.buckets if alone or b.updater is None]
         self._index = BucketIndex(self.buckets)
 
     @property

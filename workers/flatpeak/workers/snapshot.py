@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import pyarrow as pa
@@ -207,8 +207,17 @@ def keep_last(run_folder: str | Path, n: int, *, every: int = 0) -> list[Path]:
     return removed
 
 
-def restore(core: OptimizerCore, reader: "SnapshotReader") -> None:
-    """Load and commit all state of `core` from a snapshot, whatever layout wrote it."""
+class Reader(Protocol):
+    """Where state comes from: a snapshot, or arenas of another cut."""
+
+    step: int
+    updates: int
+
+    def read(self, held: Range, /) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def restore(core: OptimizerCore, reader: Reader) -> None:
+    """Load and commit all state of `core`, whatever layout wrote it."""
     for bucket in core.buckets:
         for held in bucket.ranges:
             core.load(held, *reader.read(held))

@@ -1,0 +1,66 @@
+"""A node is killed with its raylet, and with the optimizer state in its memory."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from driven_run import driving, tiny_job
+from flatpeak.controller.spec import Spec
+from local_run import train_locally
+from ray_nodes import SHM, ray_nodes
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def job(folder: Path, *, steps: int, address: str = "local") -> Spec:
+    return tiny_job(
+        folder,
+        train={"steps": steps, "schedule": {"decay": "linear", "decay_steps": 200}},
+        cluster={
+            "workers": 2,
+            "optimizers": 2,
+            "cpus_per_worker": 2,  # so that a node has no room for both workers
+            "address": address,
+            "shm_dir": f"${SHM}",
+        },
+        parallel={"sequence": 1, "expert": 2, "vocabulary": 2},
+        snapshots={"every_steps": 3},
+    )
+
+
+def test_a_run_that_loses_a_node_goes_on_from_its_snapshot_and_says_what_it_does_again(tmp_path):
+    with (
+        ray_nodes(tmp_path, cores=(3, 3, 3)) as nodes,
+        driving(job(tmp_path, steps=5000, address=nodes.address), tmp_path) as driver,
+    ):
+        while driver.wait_for(kind="snapshot")["detail"]["step"] < 3:
+            pass
+        driver.wait_for(type="step")
+        pids = driver.pids()
+        # The driver is on node 0.
+        victim = max(nodes.of(pids[f"worker-{rank}"]) for rank in range(2))
+        began = time.monotonic()
+        nodes.kill(victim)
+        lost = driver.wait_for(kind="state_lost")["detail"]
+        detected = time.monotonic() - began
+        resumed = driver.wait_for(kind="resumed")["detail"]["step"]
+        first = driver.wait_for(type="step")
+        driver.wait_for(step=lost["step"] + 1)
+        print(f"seconds to find out {detected:.1f}, to go on {time.monotonic() - began:.1f}")
+        driver.signal(signal.SIGINT)
+        ended = driver.end()
+        del nodes.folders[victim]
+        assert [list(folder.iterdir()) for folder in nodes.folders] == [[], []]
+    assert ended.code == 130
+    assert "Traceback" not in ended.err
+    assert "is gone, with the optimizer state in its memory" in lost["reason"]
+    assert first["step"] == resumed + 1
+    assert lost["redone_steps"] == lost["step"] - resumed >= 1
+    records = driver.run.steps()
+    assert [record.step for record in records] == list(range(1, len(records) + 1))
+    wanted = train_locally(job(tmp_path, steps=len(records)), tmp_path)
+    assert [record.loss for record in records] == wanted.losses
+    # On two threads a norm is added up in another order than on the one of the reference.
+    assert [record.grad_norm for record in records] == pytest.approx(wanted.norms, rel=1e-7)
