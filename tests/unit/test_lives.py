@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -15,17 +16,27 @@ from flatpeak.controller.runs import RunEvent, StepRecord, event
 from flatpeak.controller.takeover import update_under_way
 from flatpeak.controller.waiting import DEATHS_IN_A_STEP
 from flatpeak.workers.arena import sweep_stale
-from flatpeak.workers.errors import FlatpeakError, ProcessLost, RunFailed, StateLost
+from flatpeak.workers.errors import DoesNotFit, FlatpeakError, ProcessLost, RunFailed, StateLost
 from flatpeak.workers.snapshot import Latest
 from local_run import tiny_spec
 from tiny_models import tiny_content
 
 LOST = ControllerLost("the controller died")
-STARTED = event("started", worker_nodes=["n0", "n1"], arena_nodes=["n1", "n0", "n1"], optimizers=1)
+STARTED = event(
+    "started",
+    worker_nodes=["n0", "n1"],
+    arena_nodes=["n1", "n0", "n1"],
+    optimizers=1,
+    mirrored=False,
+)
 ARENAS = Left("token-0", ("n0", "n1"), ("n1", "n0", "n1"))
 
 
-def lives_of(latest: Latest = Latest(None, ()), **cluster: object) -> Lives:  # noqa: B008
+def lives_of(
+    latest: Latest = Latest(None, ()),  # noqa: B008
+    alive: set[str] = set(),  # noqa: B006
+    **cluster: object,
+) -> Lives:
     spec = tiny_spec(tiny_content("qwen3_moe"), cluster={"workers": 2, **cluster})
     tokens = (f"token-{n}" for n in count())
     return Lives(
@@ -33,6 +44,7 @@ def lives_of(latest: Latest = Latest(None, ()), **cluster: object) -> Lives:  # 
         Path("run"),
         Path("run/snapshots/step-3"),
         find=lambda _: latest,
+        alive=lambda: alive,
         new_token=tokens.__next__,
     )
 
@@ -115,6 +127,46 @@ def test_a_lost_node_without_a_snapshot_takes_the_run_back_to_its_start():
     told, life = after(lives, StateLost("node n1 is gone"))
     assert told.detail["redone_steps"] == 2
     assert (life.left, life.snapshot) == (None, None)
+
+
+MIRRORED = Left("one", ("n0", "n1", "n2"), ("n0", "n1", "n2"), mirrored=True)
+
+
+@pytest.mark.parametrize(
+    ("left", "alive", "files"),
+    [
+        (MIRRORED, {"n0", "n1", "n2"}, ["n0 0", "n1 1", "n2 2"]),
+        (MIRRORED, {"n0", "n2"}, ["n0 0", "n2 1-mirror", "n2 2"]),
+        (MIRRORED, {"n1", "n0"}, ["n0 0", "n1 1", "n0 2-mirror"]),
+        (MIRRORED, {"n1"}, None),
+        (replace(MIRRORED, mirrored=False), {"n0", "n2"}, None),
+    ],
+)
+def test_of_every_arena_the_file_or_its_mirror_survives_the_loss_of_one_node(left, alive, files):
+    found = left.survivors("tiny", alive)
+    if files is None:
+        assert found is None
+    else:
+        assert [
+            f"{file.node} {file.name.removeprefix('flatpeak-tiny-one-').removesuffix('.arena')}"
+            for file in found
+        ] == files
+
+
+def test_a_lost_node_whose_state_is_on_another_costs_no_step():
+    lives = lives_of(alive={"n1"})
+    lives.observe(replace(STARTED, detail=STARTED.detail | {"mirrored": True}))
+    lives.observe(step(7))
+    told, life = after(lives, StateLost("node n0 is gone"))
+    assert (told.kind, told.detail["step"]) == ("node_lost", 7)
+    assert [file.node for file in life.moved] == ["n1", "n1", "n1"]
+    assert [file.name.count("mirror") for file in life.moved] == [0, 1, 0]
+    told, life = after(lives, ControllerLost("it died, too"))
+    assert len(life.moved) == 3
+    lives.observe(step(8))
+    # And where the memory does not do for both, there are snapshots.
+    told, life = after(lives, DoesNotFit("no room"))
+    assert (told.kind, life.moved, life.left) == ("state_lost", (), None)
 
 
 def test_deaths_end_the_run_only_when_it_does_not_come_on():

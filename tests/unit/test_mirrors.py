@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from flatpeak.controller.host_plan import PlannedArena, planned_host_bytes
-from flatpeak.controller.mirrors import Mirrors, check_nodes, mirror_homes, mirror_places
+from flatpeak.controller.lives import mirror_homes
+from flatpeak.controller.mirrors import Mirrors, check_nodes
 from flatpeak.controller.optimizer_team import OptimizerTeam, Update
 from flatpeak.controller.ownership import Ownership
 from flatpeak.controller.placement import Placed
@@ -37,11 +38,6 @@ def spec_of(**cluster: Any) -> Spec:
 def test_a_mirror_is_on_the_next_node_and_never_on_that_of_its_arena():
     assert mirror_homes(HOMES) == ("a", "b", "a", "b")
     assert mirror_homes(["c", "a", "b", "a"]) == ("a", "b", "c", "b")
-    places = mirror_places(spec_of(shm_dir="$SHM/x"), "token", HOMES)
-    assert [(place.node, place.path) for place in places[:2]] == [
-        ("a", "$SHM/x/flatpeak-tiny-token-0-mirror.arena"),
-        ("b", "$SHM/x/flatpeak-tiny-token-1-mirror.arena"),
-    ]
 
 
 def test_workers_on_one_node_are_refused_with_what_would_help():
@@ -148,6 +144,7 @@ class World:
         *,
         mortal: Container[str] = (),
         watched: Mapping[str, Any] = MappingProxyType({}),
+        watch: object = None,
     ) -> dict[str, Any]:
         answers = {}
         for who, ref in refs.items():

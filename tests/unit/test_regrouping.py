@@ -84,7 +84,11 @@ def moving_lives() -> Lives:
         find=lambda _: Latest(None, ()),
         new_token=lambda: next(tokens),
     )
-    lives.observe(event("started", worker_nodes=["n0", "n0"], arena_nodes=["n0"], optimizers=1))
+    lives.observe(
+        event(
+            "started", worker_nodes=["n0", "n0"], arena_nodes=["n0"], optimizers=1, mirrored=False
+        )
+    )
     assert not lives.move()
     lives.want(Regroup("request", tiny_spec(config, cluster={"workers": 4})))
     assert not lives.move()  # the run ended before it came to that
@@ -107,6 +111,7 @@ def test_the_next_life_takes_the_state_out_of_the_arenas_of_the_one_before():
         worker_nodes=["n0"] * 4,
         arena_nodes=["n0"],
         optimizers=1,
+        mirrored=False,
         step=3,
         parameters=10,
     )

@@ -62,8 +62,8 @@ from flatpeak.controller.placement import (
     start_optimizers,
     start_sources,
     start_workers,
+    suited_to,
     sweep_nodes,
-    with_an_optimizer_a_node,
     worker_nodes,
 )
 from flatpeak.controller.regrouping import (
@@ -274,10 +274,10 @@ class Controller:
             yield from self._crew.replace(death, step=self._committed)
         placed = worker_nodes(self._workers)
         yield event("workers_placed", device=device, workers=len(self._workers), nodes=placed)
-        check_nodes(spec, placed)
         if left is None:  # before the model is built, so that both start at once
             if again:
-                spec = self.spec = with_an_optimizer_a_node(spec, placed)
+                spec = yield from self._suit_to(placed)
+            check_nodes(spec, placed)
             self._start_optimizers(optimizer_homes(spec, self._workers))
         if self._serving is not None:
             yield self._metrics.serve(self._serving)
@@ -323,10 +323,19 @@ class Controller:
                 worker_nodes=[worker.node for worker in self._workers],
                 arena_nodes=self._homes,
                 optimizers=len(self._optimizers),
+                mirrored=self._mirrors.wanted,
             )
         saved = (step for step in saved_steps(self.folder) if step <= self._committed)
         self._saved = max(saved, default=0)
         self._started = True
+
+    def _suit_to(self, nodes: Sequence[str]) -> Generator[Event, None, Spec]:
+        asked, self.spec = self.spec, suited_to(self.spec, nodes)
+        if asked.memory.optimizer.mirrors and not self.spec.memory.optimizer.mirrors:
+            self._mirrors = Mirrors(self.spec)
+            text = "all workers are on one node now, so the optimizer state has no mirrors"
+            yield event("warning", text=text)
+        return self.spec
 
     def _start_optimizers(self, homes: Sequence[str]) -> None:
         for optimizer in start_optimizers(self.spec, homes, **self._marks(self._crew.generation)):

@@ -171,6 +171,8 @@ def event_line(event: RunEvent) -> str | None:
             return f"controller replaced in {detail['seconds']:.1f} s, at step {detail['step']}"
         case "start_failed":
             return f"the start is begun again: {detail['reason']}"
+        case "node_lost":
+            return f"{detail['reason']}: the run goes on with the mirrors of it"
         case "node_draining":
             return (
                 f"node {', '.join(detail['nodes'])} is to go: a snapshot of every step from now on"

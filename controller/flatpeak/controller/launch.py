@@ -25,7 +25,7 @@ from flatpeak.controller.leftovers import HeldArenas, remove_arenas
 from flatpeak.controller.lives import REPLACED, ControllerLost, Life, Lives
 from flatpeak.controller.metrics import serving_of
 from flatpeak.controller.outlet import Outlet
-from flatpeak.controller.placement import release_group_of
+from flatpeak.controller.placement import living_nodes, release_group_of
 from flatpeak.controller.regrouping import Regroup
 from flatpeak.controller.resume import Resume, check_parameters, snapshot_to_resume
 from flatpeak.controller.runs import (
@@ -131,7 +131,9 @@ def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
         for text in resume.warnings if resume else ():
             follower(event("warning", text=text))
         try:
-            lives = Lives(spec, folder.path, resume and resume.snapshot.resolve())
+            lives = Lives(
+                spec, folder.path, resume and resume.snapshot.resolve(), alive=living_nodes
+            )
             _drive(lives, _Requests(asked, lives, follower), follower, signals)
         except FlatpeakError as error:
             failed = event("failed", reason=str(error))

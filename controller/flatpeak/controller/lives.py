@@ -8,11 +8,11 @@ controller from these, or from the newest snapshot where a node took an arena wi
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flatpeak.controller.leftovers import arena_name
+from flatpeak.controller.leftovers import arena_name, mirror_name
 from flatpeak.controller.regrouping import LEAVING, REGROUPED, Regroup
 from flatpeak.controller.runs import Event, RunEvent, StepRecord, event
 from flatpeak.controller.scale_requests import DONE, REFUSED
@@ -38,12 +38,34 @@ class Left:
     token: str
     worker_nodes: tuple[str, ...]
     arena_nodes: tuple[str, ...]
+    mirrored: bool = False
+
+    def survivors(self, run: str, alive: Collection[str]) -> tuple["ArenaFile", ...] | None:
+        """Of each arena the file, or that of its mirror, on a node that is `alive`; None when one
+        has neither."""
+        found = []
+        mirrors = mirror_homes(self.arena_nodes) if self.mirrored else self.arena_nodes
+        for file, mirror_node in zip(self.files(run), mirrors, strict=True):
+            if file.node in alive:
+                found.append(file)
+            elif self.mirrored and mirror_node in alive:
+                found.append(ArenaFile(mirror_node, mirror_name(file.name)))
+            else:
+                return None
+        return tuple(found)
 
     def files(self, run: str) -> tuple["ArenaFile", ...]:
         return tuple(
             ArenaFile(node, arena_name(run, self.token, number))
             for number, node in enumerate(self.arena_nodes)
         )
+
+
+def mirror_homes(homes: Sequence[str]) -> tuple[str, ...]:
+    """The node of each arena's mirror: the one after its own `homes` among them, sorted."""
+    nodes = sorted(set(homes))
+    after = dict(zip(nodes, nodes[1:] + nodes[:1], strict=True))
+    return tuple(after[home] for home in homes)
 
 
 @dataclass(frozen=True)
@@ -88,9 +110,11 @@ class Lives:
         snapshot: Path | None,
         *,
         find: Callable[[Path], Latest] = lambda folder: find_latest(folder, verify=True),
+        alive: Callable[[], set[str]] = set,
         new_token: Callable[[], str] = lambda: secrets.token_hex(4),
     ) -> None:
         self._folder, self._find, self._new_token = folder, find, new_token
+        self._alive = alive  # the nodes
         self.life = Life(spec, new_token(), snapshot=snapshot)
         self.tokens = [self.life.token]
         """Of all lives so far, each of which may have left something."""
@@ -117,7 +141,7 @@ class Lives:
         detail = happened.detail
         if happened.kind == STARTED:
             nodes = tuple(detail["worker_nodes"]), tuple(detail["arena_nodes"])
-            self._left = Left(self.life.token, *nodes)
+            self._left = Left(self.life.token, *nodes, mirrored=detail["mirrored"])
             self._optimizers = detail["optimizers"]
         elif happened.kind == LEAVING:
             self._leaving = True
@@ -139,7 +163,8 @@ class Lives:
             self._begin(self._before[0], left=self._left)
             self._before = None
             return
-        if not isinstance(error, ControllerLost | StateLost | ProcessLost):
+        unmoved = bool(self.life.moved) and not self.settled
+        if not isinstance(error, ControllerLost | StateLost | ProcessLost) and not unmoved:
             raise error
         self._deaths[self._step] += 1
         if self._deaths[self._step] >= DEATHS_IN_A_STEP:
@@ -147,18 +172,27 @@ class Lives:
                 f"the run had to begin anew {self._deaths[self._step]} times after step "
                 f"{self._step}, last since {error}"
             )
-        if isinstance(error, StateLost):
-            yield self._back_to_snapshot(error)
-        elif isinstance(error, ControllerLost):
+        if isinstance(error, ControllerLost):
             yield event("controller_lost", step=self._step, reason=str(error))
-        else:
+        elif isinstance(error, ProcessLost):
             yield event("start_failed", step=self._step, reason=str(error))
-        if self._before is not None:
+        elif isinstance(error, StateLost) and (files := self._survivors()):
+            yield event("node_lost", step=self._step, reason=str(error))
+            self._begin(self.life.spec, moved=files)
+            return
+        else:
+            yield self._back_to_snapshot(error)
+        if self.life.moved and self._left is not None:
             self._begin(self.life.spec, moved=self.life.moved)
         else:
             self._begin(self.life.spec, left=self._left)
 
-    def _back_to_snapshot(self, error: StateLost) -> RunEvent:
+    def _survivors(self) -> tuple[ArenaFile, ...] | None:
+        if self._left is None:
+            return None
+        return self._left.survivors(self.life.spec.run, self._alive())
+
+    def _back_to_snapshot(self, error: FlatpeakError) -> RunEvent:
         latest = self._find(self._folder)
         self._left = None
         self.life = replace(self.life, snapshot=latest.folder)

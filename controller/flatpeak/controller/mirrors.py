@@ -13,22 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatpeak.controller.host_plan import PlannedArena, plan_arenas
-from flatpeak.controller.leftovers import arena_name, mirror_name
-from flatpeak.controller.lives import ArenaFile
+from flatpeak.controller.leftovers import mirror_name
+from flatpeak.controller.lives import ArenaFile, mirror_homes
 from flatpeak.controller.optimizer_team import OptimizerTeam
 from flatpeak.controller.runs import Event
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.waiting import DEATHS_IN_A_STEP
 from flatpeak.workers.errors import ClusterError, RunFailed
 from flatpeak.workers.mirror import Route, Sent
-
-
-@dataclass(frozen=True)
-class MirrorPlace:
-    """A file on a node; `path` may have ~ and $NAME, which are that node's."""
-
-    node: str
-    path: str
 
 
 @dataclass(frozen=True)
@@ -42,27 +34,10 @@ class Mirrored:
 NOTHING_MIRRORED = Mirrored()
 
 
-def mirror_homes(homes: Sequence[str]) -> tuple[str, ...]:
-    """The node of each arena's mirror: the one after its own `homes` among them, sorted."""
-    nodes = sorted(set(homes))
-    after = dict(zip(nodes, nodes[1:] + nodes[:1], strict=True))
-    return tuple(after[home] for home in homes)
-
-
-def mirror_places(spec: Spec, token: str, homes: Sequence[str]) -> tuple[MirrorPlace, ...]:
-    """Where the mirror of each arena lies, of which `homes` are the nodes and `token` is that in
-    their names."""
-    folder = Path(spec.cluster.shm_dir)
-    return tuple(
-        MirrorPlace(node, str(folder / mirror_name(arena_name(spec.run, token, number))))
-        for number, node in enumerate(mirror_homes(homes))
-    )
-
-
 def mirrors_of(spec: Spec, files: Sequence[ArenaFile]) -> list[str]:
     """The paths of the mirrors of these arenas, each on some node."""
     folder = Path(spec.cluster.shm_dir)
-    return [str(folder / mirror_name(file.name)) for file in files if spec.memory.optimizer.mirrors]
+    return [str(folder / mirror_name(file.name)) for file in files]
 
 
 def check_nodes(spec: Spec, nodes: Sequence[str]) -> None:

@@ -183,10 +183,14 @@ def start_sources(
     return sources, paths
 
 
-def with_an_optimizer_a_node(spec: Spec, nodes: Sequence[str]) -> Spec:
-    """The job of a life that its user did not write, with as many optimizer actors as its workers
-    need: they may be on more `nodes` than before."""
+def suited_to(spec: Spec, nodes: Sequence[str]) -> Spec:
+    """The job of a life after the first, with as many optimizer actors as its workers need, which
+    may be on more `nodes` than before; and without mirrors where there is only one."""
     cluster = spec.cluster
+    if len(nodes) < 2:
+        optimizer = spec.memory.optimizer.model_copy(update={"mirrors": 0})
+        memory = spec.memory.model_copy(update={"optimizer": optimizer})
+        spec = spec.model_copy(update={"memory": memory})
     if cluster.optimizer_placement == "anywhere":
         return spec
     wanted = max(cluster.optimizers, min(len(nodes), cluster.arenas))
