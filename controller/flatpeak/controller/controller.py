@@ -133,6 +133,7 @@ class Controller:
         self._workers = self._crew.workers
         self._optimizers: list[Placed] = []
         self._watch = NodeWatch()
+        self._going: set[str] = set()  # nodes that are to go soon
         self._homes: list[str] = []  # the node of each arena
         self._arenas: tuple[PlannedArena, ...] = ()
         self._filled = False  # whether the actors were told to make them
@@ -571,10 +572,19 @@ class Controller:
             self._update(results[0], rate)
             yield record
             every = self.spec.snapshots.every_steps
-            if every and step % every == 0:
+            going = yield from self._see_notices()
+            if going or (every and step % every == 0):
                 self._begin_snapshot()
         if largest:
             yield event("largest_tensors", shapes=largest)
+
+    def _see_notices(self) -> Generator[Event, None, bool]:
+        """Whether a node of the run is to go soon: until then there is a snapshot of each step."""
+        going = self._watch.notices({*self._homes, *worker_nodes(self._workers)})
+        if new := sorted(going - self._going):
+            yield event("node_draining", nodes=new, step=self._team.last.step)
+        self._going = going
+        return bool(going)
 
     def _make_way(self) -> Iterator[Event]:
         """Ends with all state in the arenas, at one step, for the next life to take over."""
