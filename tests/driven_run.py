@@ -76,7 +76,7 @@ def flatpeak(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "flatpeak.controller", *arguments],
-        env=_environment(),
+        env=environment(),
         cwd=folder,
         capture_output=True,
         text=True,
@@ -112,7 +112,7 @@ class Driver:
         self._since = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "flatpeak.controller", "train", str(job), "--json", *arguments],
-            env=_environment() | {_MARK: self.mark},
+            env=environment() | {_MARK: self.mark},
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=self._err,
@@ -216,7 +216,8 @@ def driving(spec: Spec, folder: Path, *arguments: str) -> Iterator[Driver]:
         driver.close()
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Of a command that is run as a user would, with the faults that a test has planted."""
     faults = [os.environ[FAULTS]] if FAULTS in os.environ else []
     roots = os.pathsep.join([*faults, SOURCE_ROOTS])
     return os.environ | {"PYTHONPATH": roots, "OMP_NUM_THREADS": "1"}

@@ -62,6 +62,24 @@ def test_devices_do_not_update_what_is_on_other_nodes(tmp_path):
     assert "set update_on to host, or optimizer_placement to beside" in text
 
 
+@pytest.mark.parametrize(
+    ("setting", "better"),
+    [
+        ("cluster.address=local", "set it to auto, or mirrors to 0"),
+        ("cluster.optimizer_placement=anywhere", "set it to beside, or mirrors to 0"),
+        ("memory.optimizer.update_on=device", "set it to host, or mirrors to 0"),
+        ("memory.optimizer.update_on=auto", "set it to host, or mirrors to 0"),
+    ],
+)
+def test_mirrors_are_refused_where_they_would_not_be_on_another_node_or_not_equal(
+    tmp_path, setting, better
+):
+    mirrored = ("memory.optimizer.mirrors=1", "cluster.address=auto")
+    assert with_overrides(tmp_path, *mirrored).memory.optimizer.mirrors == 1
+    text = refusal(tmp_path, *mirrored, setting)
+    assert f"which {setting.replace('=', ' = ')} does not give; {better}" in text
+
+
 def test_there_are_arenas_for_as_many_optimizer_actors_as_there_may_be(tmp_path):
     assert with_overrides(tmp_path, "cluster.optimizers=3").cluster.arenas == 3
     more = ("cluster.optimizers=3", "cluster.max_optimizers=8")

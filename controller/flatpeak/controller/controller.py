@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ import ray
 
 from flatpeak.controller.autoscaler import AUTO, Autoscaler
 from flatpeak.controller.display import count
+from flatpeak.controller.heartbeats import Heartbeats
 from flatpeak.controller.host_plan import (
     PlannedArena,
     check_host_bytes,
@@ -30,9 +31,16 @@ from flatpeak.controller.host_plan import (
     plan_arenas,
     planned_host_bytes,
 )
-from flatpeak.controller.leftovers import arena_name
+from flatpeak.controller.leftovers import arena_name, mirror_name
 from flatpeak.controller.lives import REPLACED, STARTED, ArenaFile, Life
 from flatpeak.controller.metrics import RunMetrics
+from flatpeak.controller.mirrors import (
+    NOTHING_MIRRORED,
+    Mirrored,
+    Mirrors,
+    check_nodes,
+    mirrors_of,
+)
 from flatpeak.controller.optimizer_team import OptimizerTeam, Update
 from flatpeak.controller.ownership import HeldArena, Ownership, assign_arenas
 from flatpeak.controller.placement import (
@@ -73,7 +81,7 @@ from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.step_results import check_budget, larger_shapes, step_record
 from flatpeak.controller.takeover import update_under_way
-from flatpeak.controller.waiting import Died, Interrupted, collect, listed
+from flatpeak.controller.waiting import Died, Interrupted, Watch, collect, listed
 from flatpeak.controller.worker_group import UPDATE_ON, WorkerGroup, parts_of
 from flatpeak.workers.actors import Sources, log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
@@ -133,8 +141,10 @@ class Controller:
         self._workers = self._crew.workers
         self._optimizers: list[Placed] = []
         self._watch = NodeWatch()
+        self._going: set[str] = set()  # nodes that are to go soon
         self._homes: list[str] = []  # the node of each arena
         self._arenas: tuple[PlannedArena, ...] = ()
+        self._mirrors = Mirrors(spec)
         self._filled = False  # whether the actors were told to make them
         self._team = OptimizerTeam(
             self._optimizers,
@@ -144,6 +154,8 @@ class Controller:
             start_timeout_s=spec.cluster.start_timeout_s,
         )
         self._team.others = lambda: self._crew.mortal
+        self._heartbeats = self._heartbeats_of(lambda: [*self._workers, *self._optimizers])
+        self._optimizer_heartbeats = self._heartbeats_of(lambda: self._optimizers)
         self._scaling = Scaling(
             self._optimizers,
             capacity=self._capacity,
@@ -191,7 +203,7 @@ class Controller:
             return reason
         nodes = first_of_nodes(self._optimizers)
         rooms = self._ask(nodes, "looking at the host memory", "host_room")
-        planned = planned_host_bytes(self._arenas, self._homes)
+        planned = planned_host_bytes(self._kept, self._kept_homes)
         free_bytes = {actor.node: rooms[actor.name].nbytes for actor in nodes}
         if (reason := too_little_room(planned, free_bytes)) is not None:
             return reason
@@ -262,6 +274,7 @@ class Controller:
             yield from self._crew.replace(death, step=self._committed)
         placed = worker_nodes(self._workers)
         yield event("workers_placed", device=device, workers=len(self._workers), nodes=placed)
+        check_nodes(spec, placed)
         if left is None:  # before the model is built, so that both start at once
             if again:
                 spec = self.spec = with_an_optimizer_a_node(spec, placed)
@@ -393,10 +406,10 @@ class Controller:
                 self._committed = reader.step
                 self._team.last = Update(reader.step, 0.0, None)
             yield event("resumed", snapshot=str(snapshot), step=self._committed)
-        actors, arenas = self._optimizers, self._arenas
+        actors, arenas = self._optimizers, self._kept
         living = [run for run in living_runs() if run != self.spec.run or self._life.moved]
         self._ask([*self._workers, *actors], "start of the actors", "sweep", living)
-        planned = planned_host_bytes(arenas, self._homes, regions, self._workers)
+        planned = planned_host_bytes(arenas, self._kept_homes, regions, self._workers)
         rooms = self._ask(first_of_nodes(actors), "looking at the host memory", "host_room")
         check_host_bytes(planned, actors, rooms)
         self._filled = True
@@ -427,8 +440,9 @@ class Controller:
     def _close_sources(self) -> None:
         """Once this life has told that it has the state."""
         sources, self._sources = self._sources, []
+        mirrors = mirrors_of(self.spec, self._life.moved)
         try:
-            self._ask(sources, "removing the old arenas", "remove")
+            self._ask(sources, "removing the old arenas", "remove", mirrors)
         except Died as death:
             log.warning("old arenas are left until the next run starts: %s", death.cause)
         release(None, [source.handle for source in sources])
@@ -445,8 +459,10 @@ class Controller:
         actors, homes = self._optimizers, self._homes
         slots = self.spec.memory.optimizer.slots
         self._arenas = plan_arenas(buckets, regions, arenas=len(homes), spare_frames=slots)
+        self._mirrors.plan(self._arenas, homes)
         # Arenas go to the actors of the same number as far as there are any, the others to balance.
-        own = [number if number < len(actors) else None for number in range(len(homes))]
+        first = min(len(homes), len(actors))
+        own = [number if number < first else None for number, _ in enumerate(self._kept)]
         self._team.ownership = self._assign(own, actors)
         self._attach = partial(self._attach_workers, buckets, regions)
 
@@ -525,13 +541,23 @@ class Controller:
     def _held_by(self, owners: Sequence[int | None]) -> list[HeldArena]:
         return [
             HeldArena(arena.state_bytes, node, owner)
-            for arena, node, owner in zip(self._arenas, self._homes, owners, strict=True)
+            for arena, node, owner in zip(self._kept, self._kept_homes, owners, strict=True)
         ]
+
+    @property
+    def _kept(self) -> tuple[PlannedArena, ...]:
+        """All arenas by number: those that workers use, then their mirrors."""
+        return (*self._arenas, *self._mirrors.arenas)
+
+    @property
+    def _kept_homes(self) -> list[str]:
+        return [*self._homes, *self._mirrors.homes]
 
     def _arena_path(self, number: int) -> str:
         made_by = self._life.left or self._life
-        name = arena_name(self.spec.run, made_by.token, number)
-        return str(Path(self.spec.cluster.shm_dir) / name)
+        mirror, index = divmod(number, len(self._homes))
+        name = arena_name(self.spec.run, made_by.token, index)
+        return str(Path(self.spec.cluster.shm_dir) / (mirror_name(name) if mirror else name))
 
     def _paths(self, numbers: Iterable[int]) -> dict[int, str]:
         return {number: self._arena_path(number) for number in numbers}
@@ -574,7 +600,9 @@ class Controller:
             yield from _told(self._autoscaler.look())
             yield from self._scale()
             rate = lr(step, train=self.spec.train)
-            record = step_record(self.spec, results, rate, time.perf_counter() - began)
+            mirrored = yield from self._mirror(results[0])
+            seconds = time.perf_counter() - began
+            record = step_record(self.spec, results, rate, seconds, mirrored)
             # First: if this process dies in the update, the next one finishes it by the record. And
             # here: a driver that is killed reads no more of what was done until then, of which
             # there may be a snapshot.
@@ -582,10 +610,19 @@ class Controller:
             self._update(results[0], rate)
             yield record
             every = self.spec.snapshots.every_steps
-            if every and step % every == 0:
+            going = yield from self._see_notices()
+            if going or (every and step % every == 0):
                 self._begin_snapshot()
         if largest:
             yield event("largest_tensors", shapes=largest)
+
+    def _see_notices(self) -> Generator[Event, None, bool]:
+        """Whether a node of the run is to go soon: until then there is a snapshot of each step."""
+        going = self._watch.notices({*self._homes, *worker_nodes(self._workers)})
+        if new := sorted(going - self._going):
+            yield event("node_draining", nodes=new, step=self._team.last.step)
+        self._going = going
+        return bool(going)
 
     def _make_way(self) -> Iterator[Event]:
         """Ends with all state in the arenas, at one step, for the next life to take over."""
@@ -603,7 +640,11 @@ class Controller:
                 # The optimizer actors are watched too: without them the workers wait in vain.
                 return (
                     yield from self._team.gather(
-                        f"step {step}", self.spec.cluster.step_timeout_s, refs, self._team.updates
+                        f"step {step}",
+                        self.spec.cluster.step_timeout_s,
+                        refs,
+                        self._team.updates,
+                        watch=self._heartbeats,
                     )
                 )
             except Died as death:
@@ -636,7 +677,7 @@ class Controller:
             after=change.wanted,
             joined=[actor.name for actor in change.joining],
             left=[actor.name for actor in gone],
-            **handed_over(before, now, arenas=self._arenas, homes=self._homes, actors=actors),
+            **handed_over(before, now, arenas=self._kept, homes=self._kept_homes, actors=actors),
             start_seconds=start_seconds,
             seconds=time.perf_counter() - began,
         )
@@ -650,6 +691,13 @@ class Controller:
             free_cpus=free_cpus(),
             fixed=cluster.optimizer_placement == "anywhere",
         )
+
+    def _mirror(self, result: StepResult) -> Generator[Event, None, Mirrored]:
+        """Brings the step's gradients to where they survive the loss of a node, before any update
+        with them; see `Mirrors.send`."""
+        if not self._mirrors.wanted or not result.usable:
+            return NOTHING_MIRRORED
+        return (yield from self._mirrors.send(result.step, self._team))
 
     def _update(self, result: StepResult, rate: float) -> None:
         factor = None
@@ -675,7 +723,10 @@ class Controller:
         step, timeout = self._committed, self.spec.cluster.step_timeout_s
         try:
             parts = yield from self._team.gather(
-                f"snapshot of step {step}", timeout, self._team.parts
+                f"snapshot of step {step}",
+                timeout,
+                self._team.parts,
+                watch=self._optimizer_heartbeats,
             )
         except FlatpeakError:
             self._team.parts = {}  # not to be waited for again at the end
@@ -753,7 +804,11 @@ class Controller:
             try:
                 # Watched alone: a worker may be in a step first, that nobody needs any more.
                 yield from self._team.gather(
-                    "the last update", timeout_s, self._team.updates, watched=beside
+                    "the last update",
+                    timeout_s,
+                    self._team.updates,
+                    watched=beside,
+                    watch=self._heartbeats if self._on_device else self._optimizer_heartbeats,
                 )
             except Died as death:
                 yield from self._replace_workers(death)
@@ -808,6 +863,7 @@ class Controller:
         *,
         mortal: Container[str] = (),
         watched: Mapping[str, Any] = MappingProxyType({}),
+        watch: Watch | None = None,
     ) -> dict[str, Any]:
         try:
             return collect(
@@ -818,10 +874,17 @@ class Controller:
                 last_seen=self._last_seen,
                 mortal=mortal,
                 watched=watched,
+                watch=watch,
             )
         except RunFailed:
             self._watch.check(self._homes, now=True)  # which is why, if there is a why
             raise
+
+    def _heartbeats_of(self, actors: Callable[[], list[Placed]]) -> Heartbeats:
+        cluster = self.spec.cluster
+        return Heartbeats(
+            actors, timeout_s=cluster.heartbeat_timeout_s, step_timeout_s=cluster.step_timeout_s
+        )
 
     def _interrupted(self) -> bool:
         """Raises StateLost when nobody can answer any more."""

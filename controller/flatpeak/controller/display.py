@@ -171,6 +171,10 @@ def event_line(event: RunEvent) -> str | None:
             return f"controller replaced in {detail['seconds']:.1f} s, at step {detail['step']}"
         case "start_failed":
             return f"the start is begun again: {detail['reason']}"
+        case "node_draining":
+            return (
+                f"node {', '.join(detail['nodes'])} is to go: a snapshot of every step from now on"
+            )
         case "state_lost":
             source = "the newest snapshot" if detail["snapshot"] else "the start"
             again = count(detail["redone_steps"], "step")

@@ -18,6 +18,11 @@ def arena_name(run: str, token: str, index: int) -> str:
     return f"flatpeak-{run}-{token}-{index}{SUFFIX}"
 
 
+def mirror_name(name: str) -> str:
+    """File name of the mirror of the arena `name`: a name of its own, as nodes may share memory."""
+    return name.removesuffix(SUFFIX) + "-mirror" + SUFFIX
+
+
 class HeldArenas(AbstractContextManager["HeldArenas"]):
     """Inside, the arenas of a run on this node are held as by a process that maps them.
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 from flatpeak.controller.ownership import Ownership
 from flatpeak.controller.placement import Placed, release
 from flatpeak.controller.runs import Event, event
-from flatpeak.controller.waiting import DEATHS_IN_A_STEP, Died
+from flatpeak.controller.waiting import DEATHS_IN_A_STEP, Died, Watch
 from flatpeak.workers.errors import RunFailed
 
 
@@ -49,6 +49,7 @@ class Collect(Protocol):
         *,
         mortal: Container[str] = (),
         watched: Mapping[str, Any] = ...,
+        watch: Watch | None = None,
     ) -> dict[str, Any]: ...
 
 
@@ -134,10 +135,10 @@ class OptimizerTeam:
         self._leaving = {actor.name for actor in self.actors[count:]}
         indices = range(len(self.actors))
         lost = {index: ownership.lost(index, since=before) for index in indices}
-        yield from self._ask_of("releasing arenas", "release", lost)
+        yield from self.ask_of("releasing arenas", "release", lost)
         gained = {index: ownership.gained(index, since=before) for index in indices}
         paths = {index: self._paths(numbers) for index, numbers in gained.items()}
-        yield from self._ask_of("taking over arenas", "attach", paths)
+        yield from self.ask_of("taking over arenas", "attach", paths)
         gone = self.actors[count:]
         del self.actors[count:]
         self._leaving = set()
@@ -146,14 +147,27 @@ class OptimizerTeam:
             self._end(actor.handle)
         return gone
 
-    def _ask_of(self, what: str, method: str, arguments: Mapping[int, Any]) -> Iterator[Event]:
-        """Asks actors, by index, for `method` with their argument, where that is not empty."""
+    def ask_of(
+        self,
+        what: str,
+        method: str,
+        arguments: Mapping[int, Any],
+        *,
+        timeout_s: float | None = None,
+    ) -> Generator[Event, None, dict[str, Any]]:
+        """The answers of actors, by index, asked for `method` with their argument, where that is
+        not empty; within `timeout_s`, or that of a start. Between two updates.
+
+        Of one that died the answer is None, when its successor has attached to its arenas."""
         asked = [(self.actors[index], given) for index, given in arguments.items() if given]
         self._moves = {
             actor.name: getattr(actor.handle, method).remote(given) for actor, given in asked
         }
-        yield from self.gather(what, self._start_timeout_s, self._moves)
+        longest = self._start_timeout_s if timeout_s is None else timeout_s
+        answers = yield from self.gather(what, longest, self._moves)
         self._moves = {}
+        replaced = {actor.name for actor, _ in asked if actor not in self.actors}
+        return {who: None if who in replaced else answer for who, answer in answers.items()}
 
     def _paths(self, numbers: Iterable[int]) -> dict[int, str]:
         return {number: self._arena_path(number) for number in numbers}
@@ -164,10 +178,12 @@ class OptimizerTeam:
         timeout_s: float,
         *pending: dict[str, Any],
         watched: Mapping[str, Any] = MappingProxyType({}),
+        watch: Watch | None = None,
     ) -> Generator[Event, None, dict[str, Any]]:
         """The answers of all that is `pending`, of which `updates` and `parts` may be some.
 
-        Of those `watched` the failures alone count, while there is something to wait for.
+        Of those `watched` the failures alone count, while there is something to wait for. `watch`
+        finds those that hang, which counts as their death.
         For an actor that dies, the answers of its successor count. Raises what `collect` raises,
         `Died` for one of `others`, and `RunFailed` when an actor dies again and again.
         """
@@ -178,7 +194,9 @@ class OptimizerTeam:
             who: ref for refs in pending for who, ref in refs.items() if who not in answers
         }:
             try:
-                answers |= self._collect(waiting, what, timeout_s, mortal=mortal, watched=watched)
+                answers |= self._collect(
+                    waiting, what, timeout_s, mortal=mortal, watched=watched, watch=watch
+                )
             except Died as death:
                 if death.who in others:
                     raise
@@ -213,10 +231,18 @@ class OptimizerTeam:
         if who in self.links:
             self.links[who] = actor.handle.serve.remote(self._served[index])
         try:
-            self._collect(attached, f"replacing {who}", self._start_timeout_s, mortal=(who,))
+            answers = self._collect(
+                attached, f"replacing {who}", self._start_timeout_s, mortal=(who,)
+            )
         except Died:
             return  # its other answers say so too, and are waited for
-        yield event("optimizer_replaced", actor=who, step=step, seconds=time.perf_counter() - began)
+        yield event(
+            "optimizer_replaced",
+            actor=who,
+            step=step,
+            attach_s=answers[who],
+            seconds=time.perf_counter() - began,
+        )
 
     def _ask_part(self, actor: Placed) -> Any:
         return actor.handle.snapshot.remote(self._folder, self.last.step)

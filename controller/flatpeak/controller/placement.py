@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import (
 from flatpeak.controller.leftovers import remove_arenas
 from flatpeak.controller.lives import ArenaFile, Left
 from flatpeak.controller.spec import ClusterSpec, Spec
-from flatpeak.workers.actors import OptimizerActor, TrainWorker
+from flatpeak.workers.actors import HEARTBEAT, OptimizerActor, TrainWorker
 from flatpeak.workers.buckets import Bucket
 from flatpeak.workers.errors import ClusterError, StateLost
 from flatpeak.workers.settings import adamw_of
@@ -39,6 +39,7 @@ from flatpeak.workers.trainer import SlabRegion
 
 _POLL_S = 0.25
 _GONE_S = 10.0
+_DRAINING_S = 5.0
 _NODE_LABEL = "ray.io/node-id"
 _SLAB_ALIGNMENT = 4096
 
@@ -90,7 +91,7 @@ def reserve_workers(
         )
     group = placement_group(
         [bundle] * spec.cluster.workers,
-        strategy="PACK",
+        strategy=_strategy(spec, bundle),
         name=_group_name(spec.run, token),
         bundle_label_selector=[{_NODE_LABEL: node} for node in nodes]
         or [{} for _ in range(spec.cluster.workers)],
@@ -111,6 +112,17 @@ def reserve_workers(
             )
 
 
+def _strategy(spec: Spec, bundle: Mapping[str, float]) -> str:
+    """Workers as near to each other as there is room; but on two nodes where mirrors are wanted."""
+    needed = {name: amount * spec.cluster.workers for name, amount in bundle.items()}
+    alone = any(
+        all(node["Resources"].get(name, 0.0) >= amount for name, amount in needed.items())
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+    return "SPREAD" if spec.memory.optimizer.mirrors and alone else "PACK"
+
+
 def release_group_of(run: str, token: str) -> None:
     """Takes back the placement group of a controller that died: Ray keeps it as long as the job."""
     try:
@@ -124,11 +136,18 @@ def _group_name(run: str, token: str) -> str:
     return f"flatpeak-{run}-{token}"
 
 
+def actor_class(kind: type) -> Any:
+    """`kind` for Ray, with a thread for heartbeats beside the one of all other calls, which stay in
+    order: collectives depend on that."""
+    remote: Any = ray.remote
+    return remote(concurrency_groups={HEARTBEAT: 1})(kind)
+
+
 def start_workers(
     spec: Spec, group: PlacementGroup, device: str, *, logs: str, token: str, generation: int
 ) -> Iterator[Placed]:
     """The workers of a generation one by one; their nodes are not known yet."""
-    actor = ray.remote(TrainWorker)
+    actor = actor_class(TrainWorker)
     # A rank whose gloo listens on a public address would be open to the network for nothing.
     local = {"GLOO_SOCKET_IFNAME": "lo"} if spec.cluster.address == "local" else {}
     for rank in range(spec.cluster.workers):
@@ -206,7 +225,7 @@ def start_optimizer(
 ) -> Placed:
     """The optimizer actor `index`, also in the place of one that is dead."""
     handle = (
-        ray.remote(OptimizerActor)
+        actor_class(OptimizerActor)
         .options(
             name=f"flatpeak-{spec.run}-{token}-optimizer-{index}",
             num_cpus=spec.cluster.cpus_per_optimizer,
@@ -235,19 +254,21 @@ def worker_nodes(workers: Sequence[Placed]) -> list[str]:
 
 
 class NodeWatch:
-    """Finds out that a node of the run is lost, by a look at the cluster every `every_s`."""
+    """Finds out that a node of the run is lost, or is to be, by a look at the cluster every
+    `every_s`."""
 
     def __init__(
         self,
         *,
-        alive: Callable[[], set[str]] = lambda: {
-            node["NodeID"] for node in ray.nodes() if node["Alive"]
-        },
+        alive: Callable[[], set[str]] = lambda: living_nodes(),
+        draining: Callable[[], set[str]] = lambda: draining_nodes(),
         every_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._alive, self._every_s, self._clock = alive, every_s, clock
-        self._next = 0.0
+        self._alive, self._draining = alive, draining
+        self._every_s, self._clock = every_s, clock
+        self._next = self._next_notice = 0.0
+        self._noticed: set[str] = set()
 
     def check(self, needed: Collection[str], *, now: bool = False) -> None:
         """Raises StateLost when one of the nodes is gone, at most `every_s` after Ray knows it;
@@ -259,6 +280,24 @@ class NodeWatch:
             raise StateLost(
                 f"node {', '.join(gone)} is gone, with the optimizer state in its memory"
             )
+
+    def notices(self, needed: Collection[str]) -> set[str]:
+        """Of these nodes those that are to go soon, as a spot instance's are."""
+        if self._clock() >= self._next_notice:
+            self._next_notice = self._clock() + self._every_s
+            self._noticed = self._draining() & set(needed)
+        return self._noticed
+
+
+def living_nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def draining_nodes() -> set[str]:
+    """Those that Ray was told to take out: by the autoscaler, or by `ray drain-node`."""
+    # Nothing public says so; Ray Serve asks in the same way.
+    client = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)  # pyright: ignore
+    return set(client.get_draining_nodes(timeout=_DRAINING_S))
 
 
 def living_runs() -> list[str]:
@@ -390,7 +429,7 @@ def release(group: PlacementGroup | None, actors: Sequence[Any]) -> None:
 
 def sweep_nodes(spec: Spec, nodes: Sequence[str], token: str) -> None:
     """Removes what the run's killed processes left in the memory of these nodes."""
-    remove, alive = ray.remote(remove_arenas), {n["NodeID"] for n in ray.nodes() if n["Alive"]}
+    remove, alive = ray.remote(remove_arenas), living_nodes()
     refs = [
         remove.options(
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)

@@ -194,6 +194,8 @@ class ClusterSpec(Section):
     """Longest wait for the start, and for an answer from another node; raise it if those lag."""
     step_timeout_s: Seconds = 1800.0
     """Longest wait for one step; raise it above the slowest step you expect."""
+    heartbeat_timeout_s: Seconds = 60.0
+    """A process that is silent so long in a step hangs and is replaced; less finds it sooner."""
     autoscale: AutoscaleSpec = AutoscaleSpec()
     """How the run changes its processes by itself, between two steps."""
 
@@ -305,6 +307,8 @@ class OptimizerSpec(Section):
     """Spare frames, and buckets on the device at once (18 B a parameter); more overlaps more."""
     update_on: Literal["host", "device", "auto"] = "host"
     """AdamW in the optimizer actors, on the workers' devices, or both; host for actors anywhere."""
+    mirrors: Annotated[int, Field(ge=0, le=1)] = 0
+    """1 keeps all state on a second node too; doubles it and updates, sends 4 B a parameter."""
 
 
 class MemorySpec(Section):
@@ -421,6 +425,24 @@ class Spec(Section):
                 "each worker's node, which cluster.optimizer_placement = anywhere does not give; "
                 "set update_on to host, or optimizer_placement to beside"
             )
+        return self
+
+    @model_validator(mode="after")
+    def mirrors_are_on_other_nodes_and_updated_there(self) -> "Spec":
+        cluster, update_on = self.cluster, self.memory.optimizer.update_on
+        placement = cluster.optimizer_placement
+        # On CUDA an update has the same result as on the host but for rounding.
+        for setting, value, suits, better in (
+            ("cluster.address", cluster.address, cluster.address != "local", "auto"),
+            ("cluster.optimizer_placement", placement, placement == "beside", "beside"),
+            ("memory.optimizer.update_on", update_on, update_on == "host", "host"),
+        ):
+            if self.memory.optimizer.mirrors and not suits:
+                raise ValueError(
+                    "memory.optimizer.mirrors = 1 needs a cluster with workers on two nodes or "
+                    "more, and optimizer actors beside them that do all updates, which "
+                    f"{setting} = {value} does not give; set it to {better}, or mirrors to 0"
+                )
         return self
 
     @model_validator(mode="after")

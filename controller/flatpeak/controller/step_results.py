@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import prod
 
+from flatpeak.controller.mirrors import NOTHING_MIRRORED, Mirrored
 from flatpeak.controller.runs import TOTAL, StepRecord, highest_of
 from flatpeak.controller.spec import Spec
 from flatpeak.workers.data import sample_ids
@@ -30,11 +31,17 @@ def check_budget(results: Mapping[str, StepResult], budget: int | None) -> None:
 
 
 def step_record(
-    spec: Spec, results: Sequence[StepResult], rate: float, seconds: float
+    spec: Spec,
+    results: Sequence[StepResult],
+    rate: float,
+    seconds: float,
+    mirrored: Mirrored = NOTHING_MIRRORED,
 ) -> StepRecord:
-    """The line of a step at learning rate `rate` that took `seconds`, from all ranks' `results`."""
+    """The line of a step at learning rate `rate` that took `seconds`, from all ranks' `results` and
+    what was `mirrored` of it."""
     first = results[0]
     ids = sample_ids(first.step - 1, spec.train.sequences_per_step)
+    straggler, lag_s = straggler_of([result.waited_s for result in results])
     return StepRecord(
         step=first.step,
         time=time.time(),
@@ -56,12 +63,24 @@ def step_record(
             "exposed_s": max(result.refresh.exposed_s for result in results),
             "sent_bytes": sum(result.sent_bytes for result in results),
             "received_bytes": sum(result.received_bytes for result in results),
+            "mirrored_bytes": mirrored.nbytes,
+            "mirror_s": mirrored.seconds,
         },
         boundaries=highest_of([asdict(result.boundaries) for result in results]),
+        straggler=straggler,
+        lag_s=lag_s,
         skipped=not first.usable,
         first_sample=ids[0],
         last_sample=ids[-1],
     )
+
+
+def straggler_of(waits: Sequence[float | None]) -> tuple[int | None, float | None]:
+    """The rank for which the others waited, and the seconds, from what each rank waited for all."""
+    known = [wait for wait in waits if wait is not None]
+    if len(known) < max(2, len(waits)):
+        return None, None
+    return known.index(min(known)), max(known) - min(known)
 
 
 def larger_shapes(

@@ -7,6 +7,7 @@ the world meets its peers.
 import faulthandler
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from flatpeak.kernels.adamw import LEAST_COMPILED
+from flatpeak.workers import progress
 from flatpeak.workers.arena import Arena, sweep_stale
 from flatpeak.workers.arena_owner import ArenaOwner
 from flatpeak.workers.buckets import Bucket, Range, Shard
@@ -27,6 +29,8 @@ from flatpeak.workers.errors import ClusterError, SnapshotFailed
 from flatpeak.workers.host_memory import Room, node_path, room
 from flatpeak.workers.metrics import NODE, MetricsServer, ProcessMetrics, Serving
 from flatpeak.workers.metrics.roles import OptimizerMetrics, WorkerMetrics
+from flatpeak.workers.mirror import MirrorPort, Route, Sent
+from flatpeak.workers.optimizer import OptimizerCore
 from flatpeak.workers.remote import ArenaServer, RemoteArena, open_store
 from flatpeak.workers.settings import adamw_of
 from flatpeak.workers.snapshot import SnapshotPart, SnapshotReader, restore, write_snapshot_part
@@ -81,8 +85,13 @@ def at_this_node(serving: Serving) -> Serving:
     return replace(serving, host=ray.util.get_node_ip_address())
 
 
-class _Exporting:
-    """A process with metrics."""
+HEARTBEAT = "heartbeat"
+"""The concurrency group of `heartbeat`, to be made with the actor: one thread. All other calls then
+stay in order on another one, as collectives need it."""
+
+
+class _Process:
+    """A process with metrics and a heartbeat."""
 
     _metrics: ProcessMetrics
     _exporter: MetricsServer | None = None
@@ -93,8 +102,13 @@ class _Exporting:
         self._exporter = MetricsServer(at_this_node(serving), self._metrics.registry, pages=pages)
         return self._exporter.address, self._metrics.labels
 
+    @ray.method(concurrency_group=HEARTBEAT)
+    def heartbeat(self) -> progress.Beat:
+        """What the process does now: the answer comes while it works on another call."""
+        return progress.beat()
 
-class TrainWorker(_Exporting):
+
+class TrainWorker(_Process):
     """One rank: a `Trainer` and its place in the process group of its generation."""
 
     def __init__(
@@ -213,7 +227,7 @@ class Sources:
     held: tuple[Held, ...]
 
 
-class OptimizerActor(_Exporting):
+class OptimizerActor(_Process):
     """Owner of arenas: fills them, updates them, writes them to disk, removes them."""
 
     def __init__(self, spec: "Spec", index: int, logs: str, generation: int = 0) -> None:
@@ -221,7 +235,10 @@ class OptimizerActor(_Exporting):
         log.info("optimizer %d, pid %d", index, os.getpid())
         torch.set_num_threads(spec.cluster.cpus_per_optimizer)
         self._spec, self._index = spec, index
-        self._owner = ArenaOwner(spec.run, adamw_of(spec))
+        mirrors = spec.cluster.arenas if spec.memory.optimizer.mirrors else None
+        self._owner = ArenaOwner(spec.run, adamw_of(spec), mirrors_from=mirrors)
+        timeout_s = spec.cluster.start_timeout_s
+        self._mirrors = MirrorPort(self._owner, index, host=_host(spec), timeout_s=timeout_s)
         self._server: ArenaServer | None = None
         self._reports = UpdateReports()
         self._metrics: OptimizerMetrics = OptimizerMetrics(spec, index, generation)
@@ -247,29 +264,33 @@ class OptimizerActor(_Exporting):
                 spare_frames=spec.memory.optimizer.slots,
                 slab_bytes=plan.slab_bytes,
             )
-        core = self._owner.core
+        for core in self._owner.cores:
+            if core.buckets:
+                self._fill(core, origin)
+        for arena in self._owner.arenas.values():
+            log.info("arena %s: %d buckets, %d bytes", arena.path, len(arena.buckets), arena.nbytes)
+
+    def _fill(self, core: OptimizerCore, origin: Path | Sources | None) -> None:
         if isinstance(origin, Sources):
-            self._move(origin)
+            self._move(core, origin)
         elif origin is not None:
             with SnapshotReader(origin) as reader:
                 restore(core, reader)
         else:
-            weights = open_weights(spec)
+            weights = open_weights(self._spec)
             for bucket in core.buckets:
                 for held in bucket.ranges:
                     core.load(held, weights.read(held))
             core.commit_load(0)
-        for arena in core.arenas:
-            log.info("arena %s: %d buckets, %d bytes", arena.path, len(arena.buckets), arena.nbytes)
 
-    def _move(self, origin: Sources) -> None:
+    def _move(self, core: OptimizerCore, origin: Sources) -> None:
         timeout = self._spec.cluster.start_timeout_s
         own = [n for n, node in enumerate(origin.nodes) if node == node_of_this_process()]
         here = {
             number: StateSource(
                 self._spec.run,
                 origin.paths[number],
-                self._owner.core.settings,
+                core.settings,
                 timeout_s=None,
             )
             for number in own
@@ -280,7 +301,7 @@ class OptimizerActor(_Exporting):
                 return here[number].read(held)
             return ray.get(origin.handles[number].read.remote(held), timeout=timeout)
 
-        restore(self._owner.core, StateReader(origin.held, fetch))
+        restore(core, StateReader(origin.held, fetch))
         for source in here.values():
             source.close()
 
@@ -298,26 +319,27 @@ class OptimizerActor(_Exporting):
         """Returns when this process would update at once: what it takes is imported and loaded."""
         measure_host_rate(elements=LEAST_COMPILED)
 
-    def attach(self, paths: dict[int, str]) -> None:
+    def attach(self, paths: dict[int, str]) -> float:
         """Takes over arenas (number to path): handed over, or of a dead predecessor in the middle
-        of whatever it did."""
+        of whatever it did. Returns the seconds that it took."""
+        began = time.perf_counter()
         found = {number: node_path(path) for number, path in paths.items()}
         self._owner.attach(found, timeout_s=self._spec.cluster.start_timeout_s)
-        core = self._owner.core
-        versions = Counter(map(core.version, core.buckets))
+        versions = Counter(core.version(b) for core in self._owner.cores for b in core.buckets)
         log.info("took over arenas %s; buckets by step: %s", [*paths], dict(versions))
+        return time.perf_counter() - began
 
     def buckets(self) -> list[Bucket]:
         """Those of its arenas."""
         return self._owner.core.buckets
 
     def versions(self) -> list[int]:
-        """That its buckets have."""
-        core = self._owner.core
-        return sorted(set(map(core.version, core.buckets)))
+        """That its buckets have, also those of mirrors."""
+        return sorted({core.version(b) for core in self._owner.cores for b in core.buckets})
 
     def release(self, numbers: list[int]) -> None:
         """Gives up these arenas, after all that it was asked to do with them."""
+        self._mirrors.close()
         self._owner.release(numbers)
         log.info("released arenas %s", numbers)
 
@@ -331,24 +353,45 @@ class OptimizerActor(_Exporting):
 
     def update(self, step: int, lr: float, clip_factor: float | None) -> UpdateReport:
         """Returns when `step` is committed: also by the workers that update buckets themselves."""
+        progress.begin(step)
         self._owner.forget()
-        self._owner.core.update(step, lr=lr, clip_factor=clip_factor)
+        for core in self._owner.cores:
+            core.update(step, lr=lr, clip_factor=clip_factor)
         return self._committed(step)
 
     def finish(self, step: int, lr: float, clip_factor: float | None) -> UpdateReport:
         """`update` of the step that was asked of a dead predecessor, whatever it did of it."""
-        self._owner.core.finish(step, lr=lr, clip_factor=clip_factor)
+        progress.begin(step)
+        for core in self._owner.cores:
+            core.finish(step, lr=lr, clip_factor=clip_factor)
         return self._committed(step)
 
     def _committed(self, step: int) -> UpdateReport:
         core = self._owner.core
-        core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
-        self._metrics.observe(core)
+        # Longer than the controller waits for the step, which then looks for the one that hangs.
+        core.wait_for_workers(step, timeout_s=self._spec.cluster.peer_timeout_s)
+        self._metrics.observe(core, mirrors=self._owner.mirrors.arenas)
+        progress.enter(progress.IDLE)
         return self._reports.next(core.counters)
 
+    def serve_mirrors(self, senders: list[int]) -> tuple[str, int]:
+        """Lets these optimizer actors write to its mirrors; returns the address for them."""
+        return self._mirrors.serve(senders)
+
+    def link_mirrors(self, routes: list[Route]) -> str | None:
+        """Connects to the mirrors of its arenas; the reason if that failed."""
+        return self._mirrors.link(routes)
+
+    def mirror(self, step: int) -> Sent:
+        """Returns when the mirrors of its arenas have the gradients of `step`, or why they have
+        not: that is no failure of this process."""
+        return self._mirrors.send(step)
+
     def snapshot(self, folder: str, step: int) -> list[SnapshotPart | SnapshotFailed]:
-        """Writes each arena that it owns, or says why not: the run goes on without."""
-        return [_part(folder, arena, number, step) for number, arena in self._owner.arenas.items()]
+        """Writes each arena that it owns, or says why not: the run goes on without. No mirrors."""
+        return [
+            _part(folder, arena, number, step) for number, arena in self._owner.originals.items()
+        ]
 
     def close(self, paths: list[str]) -> None:
         """Removes these names of arenas; their memory goes with the last process that maps them."""

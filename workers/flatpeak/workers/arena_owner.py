@@ -16,17 +16,33 @@ from flatpeak.workers.optimizer import AdamW, OptimizerCore
 
 class ArenaOwner:
     """Arenas of `run` by their numbers. `core` works on those that are owned, and keeps its
-    counters as they come and go."""
+    counters as they come and go.
 
-    def __init__(self, run: str, settings: AdamW) -> None:
+    Those from number `mirrors_from` on are mirrors of arenas of others: `mirrors` works on them, so
+    that no worker waits for an update of theirs.
+    """
+
+    def __init__(self, run: str, settings: AdamW, *, mirrors_from: int | None = None) -> None:
         self.run = run
-        self.core = OptimizerCore([], settings)
+        self.core, self.mirrors = OptimizerCore([], settings), OptimizerCore([], settings)
+        self._mirrors_from = mirrors_from
         self._owned: dict[int, Arena] = {}
         self._released: list[Arena] = []
 
     @property
     def arenas(self) -> Mapping[int, Arena]:
+        """Mirrors too."""
         return self._owned
+
+    @property
+    def originals(self) -> dict[int, Arena]:
+        """Those that workers use."""
+        return {n: self._owned[n] for n in sorted(self._owned) if not self._is_mirror(n)}
+
+    @property
+    def cores(self) -> tuple[OptimizerCore, OptimizerCore]:
+        """In the order in which they are to be updated."""
+        return self.core, self.mirrors
 
     def create(
         self,
@@ -43,7 +59,7 @@ class ArenaOwner:
         )
         arena.own()
         self._owned[number] = arena
-        self._renew_core()
+        self._renew_cores()
 
     def attach(self, paths: Mapping[int, Path], *, timeout_s: float) -> None:
         """Takes over arenas that nobody updates: released, or of a process that died.
@@ -59,12 +75,12 @@ class ArenaOwner:
                 arena.close()
                 raise
             self._owned[number] = arena
-        self._renew_core()
+        self._renew_cores()
 
     def release(self, numbers: Iterable[int]) -> None:
         """Gives up these arenas; what they hold stays as it is for whoever owns them next."""
         left = [self._owned.pop(number) for number in numbers]
-        self._renew_core()  # first: what is not owned is not touched
+        self._renew_cores()  # first: what is not owned is not touched
         for arena in left:
             arena.disown()
         self._released += left
@@ -75,7 +91,14 @@ class ArenaOwner:
             arena.close()
         self._released = []
 
-    def _renew_core(self) -> None:
-        before = self.core
-        arenas = [self._owned[number] for number in sorted(self._owned)]
-        self.core = OptimizerCore(arenas, before.settings, counters=before.counters)
+    def _renew_cores(self) -> None:
+        mirrors = [self._owned[number] for number in sorted(self._owned) if self._is_mirror(number)]
+        self.core = _renewed(self.core, [*self.originals.values()])
+        self.mirrors = _renewed(self.mirrors, mirrors)
+
+    def _is_mirror(self, number: int) -> bool:
+        return self._mirrors_from is not None and number >= self._mirrors_from
+
+
+def _renewed(before: OptimizerCore, arenas: Sequence[Arena]) -> OptimizerCore:
+    return OptimizerCore(arenas, before.settings, counters=before.counters)

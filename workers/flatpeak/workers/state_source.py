@@ -63,10 +63,13 @@ class StateSource:
         master, exp_avg, exp_avg_sq = (values.numpy() for values in self._core.read(held))
         return master, exp_avg, exp_avg_sq
 
-    def remove(self) -> None:
-        """Their memory goes with the last process that maps them."""
+    def remove(self, mirrors: Sequence[str | Path] = ()) -> None:
+        """Their memory goes with the last process that maps them. Those of `mirrors`, too, that are
+        on this node: they are like other arenas, and nobody reads them."""
         for arena in self._arenas:
             arena.unlink()
+        for path in mirrors:
+            node_path(str(path)).unlink(missing_ok=True)
 
     def close(self) -> None:
         for arena in self._arenas:

@@ -1,5 +1,6 @@
 """What the metrics of workers and optimizer actors are set from."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flatpeak.workers.metrics.process import ProcessMetrics
@@ -7,6 +8,7 @@ from flatpeak.workers.settings import dispatch_budget_of
 
 if TYPE_CHECKING:
     from flatpeak.controller.spec import Spec
+    from flatpeak.workers.arena import Arena
     from flatpeak.workers.optimizer import OptimizerCore
     from flatpeak.workers.trainer import StepResult
 
@@ -36,6 +38,8 @@ class WorkerMetrics(ProcessMetrics):
             self.set("dispatch_planned_bytes", result.dispatch.planned_bytes)
         self.set("worker_step_seconds", result.seconds)
         self.set("optimizer_exposed_seconds", result.refresh.exposed_s)
+        if result.waited_s is not None:
+            self.set("peer_wait_seconds", result.waited_s)
         self.set("buckets", result.refresh.buckets)
         self.set("overlapped_buckets", result.refresh.overlapped_buckets)
         self.set("dispatch_imbalance_before_ratio", result.dispatch.imbalance_before)
@@ -55,7 +59,8 @@ class OptimizerMetrics(ProcessMetrics):
         super().__init__(run=spec.run, role="optimizer", rank=index, generation=generation)
         self._counted = (0, 0, 0.0)
 
-    def observe(self, core: "OptimizerCore") -> None:
+    def observe(self, core: "OptimizerCore", *, mirrors: Sequence["Arena"] = ()) -> None:
+        """`core` is of the arenas that workers use; `mirrors` are others that the actor owns."""
         counters = core.counters
         now = (counters.updated_buckets, counters.updated_parameters, counters.update_s)
         before, self._counted = self._counted, now
@@ -63,5 +68,5 @@ class OptimizerMetrics(ProcessMetrics):
         self.add("updated_buckets_total", buckets)
         self.add("updated_parameters_total", parameters)
         self.add("update_seconds_total", seconds)
-        self.set("arena_bytes", sum(arena.nbytes for arena in core.arenas))
+        self.set("arena_bytes", sum(arena.nbytes for arena in (*core.arenas, *mirrors)))
         self.set("optimizer_step", core.step)

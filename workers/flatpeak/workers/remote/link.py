@@ -65,7 +65,8 @@ def listening_device(host: str) -> Any:
 
 
 class Link:
-    """One end; `side` is 0 for the worker and 1 for the actor. Returns when the other end is there.
+    """One end; `side` is 0 for the worker and 1 for the actor. Returns when the other end is there,
+    which may take `connect_s`, or else as long as an answer.
 
     `peer` is the other end's name in messages. Methods are for one thread at a time. They raise
     `ConnectionLost` when the peer is gone and `WaitTimeout` when it does not answer; the link is of
@@ -81,17 +82,19 @@ class Link:
         device: Any,
         peer: str,
         timeout_s: float,
+        connect_s: float | None = None,
         pinned: bool = False,
     ) -> None:
+        connect_s = timeout_s if connect_s is None else connect_s
         self.peer, self.sent_bytes, self.received_bytes = peer, 0, 0
         self._other, self.timeout_s = 1 - side, timeout_s
         # The stubs lack the options, which alone can choose the address to listen on.
         options: Any = cast(Any, ProcessGroupGloo)._Options()
         options._devices = [device]
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = timedelta(seconds=connect_s)
         options._threads = 1  # those run collectives, of which there is none
         self._group: Any = self._within(
-            timeout_s, lambda: ProcessGroupGloo(PrefixStore(name, store), side, 2, options)
+            connect_s, lambda: ProcessGroupGloo(PrefixStore(name, store), side, 2, options)
         )
         bulk_sender = LINKS.index(name.rpartition("/")[2])
         sending, receiving = (_BULK, _SMALL) if side == bulk_sender else (_SMALL, _BULK)
