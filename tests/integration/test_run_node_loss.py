@@ -16,7 +16,9 @@ from ray_nodes import SHM, ray_nodes
 pytestmark = pytest.mark.timeout(600)
 
 
-def job(folder: Path, *, steps: int, address: str = "local", every_steps: int = 3) -> Spec:
+def job(
+    folder: Path, *, steps: int, address: str = "local", every_steps: int = 3, mirrors: int = 0
+) -> Spec:
     return tiny_job(
         folder,
         train={"steps": steps, "schedule": {"decay": "linear", "decay_steps": 200}},
@@ -28,6 +30,7 @@ def job(folder: Path, *, steps: int, address: str = "local", every_steps: int = 
             "shm_dir": f"${SHM}",
         },
         parallel={"sequence": 1, "expert": 2, "vocabulary": 2},
+        memory={"optimizer": {"mirrors": mirrors, "bucket_parameters": 3000}},
         snapshots={"every_steps": every_steps},
     )
 
@@ -65,6 +68,36 @@ def test_a_run_with_notice_of_a_lost_node_does_hardly_anything_again(tmp_path):
     assert noticed["nodes"] == [places[rank]]
     assert lost["redone_steps"] <= 2
     records = driver.run.steps()
+    wanted = train_locally(job(tmp_path, steps=len(records)), tmp_path)
+    assert [record.loss for record in records] == wanted.losses
+
+
+def test_a_run_with_mirrors_loses_nothing_with_a_node(tmp_path):
+    no_snapshots = job(tmp_path, steps=5000, address="auto", every_steps=0, mirrors=1)
+    with ray_nodes(tmp_path, cores=(3, 3, 3)) as nodes:
+        cluster = no_snapshots.cluster.model_copy(update={"address": nodes.address})
+        spec = no_snapshots.model_copy(update={"cluster": cluster})
+        with driving(spec, tmp_path) as driver:
+            driver.wait_for(step=3)
+            pids = driver.pids()
+            victim = max(nodes.of(pids[f"worker-{rank}"]) for rank in range(2))
+            began = time.monotonic()
+            nodes.kill(victim)
+            lost = driver.wait_for(kind="node_lost")["detail"]
+            first = driver.wait_for(type="step")
+            print(f"seconds to go on {time.monotonic() - began:.1f}")
+            driver.wait_for(type="step")
+            driver.signal(signal.SIGINT)
+            ended = driver.end()
+            del nodes.folders[victim]
+            assert [list(folder.iterdir()) for folder in nodes.folders] == [[], []]
+    assert ended.code == 130
+    assert "Traceback" not in ended.err
+    assert "resumed" not in ended.kinds()
+    # The step that was under way is done again, no other.
+    assert first["step"] in (lost["step"], lost["step"] + 1)
+    records = driver.run.steps()
+    assert [record.step for record in records] == list(range(1, len(records) + 1))
     wanted = train_locally(job(tmp_path, steps=len(records)), tmp_path)
     assert [record.loss for record in records] == wanted.losses
 

@@ -21,6 +21,7 @@ from flatpeak.controller.controller import Controller
 from flatpeak.controller.dashboards.annotations import Annotator
 from flatpeak.controller.dashboards.grafana import Grafana, token_from_environment
 from flatpeak.controller.experiment_logs import check_experiment_logs, experiment_logs
+from flatpeak.controller.growth import Growth
 from flatpeak.controller.leftovers import HeldArenas, remove_arenas
 from flatpeak.controller.lives import REPLACED, ControllerLost, Life, Lives
 from flatpeak.controller.metrics import serving_of
@@ -94,6 +95,14 @@ def regrouped(asked: Spec, present: Spec, request: ScaleRequest) -> Spec:
     resolved = _resolved(spec, config)
     check_dispatch_budget(resolved, checkpoint.build_meta_model(config))
     return resolved
+
+
+def _suits(spec: Spec) -> bool:
+    try:
+        _resolved(spec, checkpoint.load_config(path=spec.model.path, config=spec.model.config))
+    except InputError:
+        return False
+    return True
 
 
 def _resolved(spec: Spec, config: Any) -> Spec:
@@ -367,6 +376,7 @@ class _Requests:
         self._asked_spec, self._lives, self._follower = asked, lives, follower
         self._controller: Any = None
         self._asked: tuple[ScaleRequest, Any] | None = None
+        self._growth = Growth(asked, suits=_suits)
         self._owed: set[str] = set()  # whose end has not been told of yet
 
     def serve(self, controller: Any) -> None:
@@ -376,6 +386,8 @@ class _Requests:
     def look(self) -> None:
         if self._asked is None:
             request = take_request(self._follower.folder)
+            if request is None and self._lives.settled:
+                request = self._growth.look(self._lives)
             if request is not None:
                 self._owed.add(request.id)
                 self._ask(request)

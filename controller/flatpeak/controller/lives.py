@@ -120,6 +120,8 @@ class Lives:
         """Of all lives so far, each of which may have left something."""
         self.settled = False
         """Whether this life has state of its own, in arenas."""
+        self.devices: dict[str, float] = {}
+        """What a worker takes of them."""
         self._left: Left | None = None
         self._wanted: Regroup | None = None
         self._before: tuple[Spec, float] | None = None  # while the workers change, and since when
@@ -133,6 +135,11 @@ class Lives:
         """The token of those that hold the state; None before there are any."""
         return None if self._left is None else self._left.token
 
+    @property
+    def nodes(self) -> set[str]:
+        """Those with workers."""
+        return set() if self._left is None else set(self._left.worker_nodes)
+
     def observe(self, happened: Event) -> None:
         """What the present life tells of itself."""
         if isinstance(happened, StepRecord):
@@ -143,6 +150,8 @@ class Lives:
             nodes = tuple(detail["worker_nodes"]), tuple(detail["arena_nodes"])
             self._left = Left(self.life.token, *nodes, mirrored=detail["mirrored"])
             self._optimizers = detail["optimizers"]
+        elif happened.kind == "workers_placed":
+            self.devices = {"GPU": 1.0} if detail["device"] == "cuda" else {}
         elif happened.kind == LEAVING:
             self._leaving = True
         elif happened.kind == DONE:

@@ -1,0 +1,87 @@
+"""When a driver asks for more workers by itself."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatpeak.controller.growth import Growth
+from flatpeak.controller.lives import Lives
+from flatpeak.controller.runs import event
+from flatpeak.controller.spec import Spec
+from local_run import tiny_spec
+from tiny_models import tiny_content
+
+
+class Cluster:
+    """Two nodes with free resources, and a clock."""
+
+    def __init__(self, *, device: str = "cpu", **autoscale: Any) -> None:
+        self.free: dict[str, dict[str, float]] = {"n0": {}, "n1": {}}
+        self.now = 100.0
+        cluster = {"workers": 2, "autoscale": {"workers_free_s": 10.0, **autoscale}}
+        spec = tiny_spec(tiny_content("qwen3_moe"), cluster=cluster)
+        self.lives = Lives(spec, Path("run"), None)
+        self.lives.observe(event("workers_placed", device=device))
+        self.lives.observe(
+            event(
+                "started",
+                worker_nodes=["n0", "n0"],
+                arena_nodes=["n0"],
+                optimizers=1,
+                mirrored=False,
+            )
+        )
+        self.growth = Growth(spec, suits=self.suits, free=lambda: self.free, clock=lambda: self.now)
+
+    @staticmethod
+    def suits(spec: Spec) -> bool:
+        return 4 % spec.cluster.workers == 0  # sequences of a step
+
+    def wanted_after(self, seconds: float) -> list[int | None]:
+        """What is asked for, looking every second."""
+        found = []
+        for _ in range(int(seconds)):
+            self.now += 1
+            if (request := self.growth.look(self.lives)) is not None:
+                found.append(request.workers)
+        return found
+
+
+def test_nothing_is_asked_for_where_the_job_does_not_say_so():
+    cluster = Cluster()
+    cluster.free["n1"] = {"CPU": 64.0}
+    assert cluster.wanted_after(60) == []
+
+
+@pytest.mark.parametrize(
+    ("free", "device"),
+    [
+        ({"n0": {"CPU": 1.0}, "n1": {"CPU": 2.0}}, "cpu"),
+        ({"n0": {"CPU": 9.0, "GPU": 2.0}, "n1": {"CPU": 1.0, "GPU": 4.0}}, "cuda"),
+    ],
+    ids=["a node without an actor needs one", "GPUs"],
+)
+def test_room_that_lasts_is_used_as_far_as_the_batch_allows(free, device):
+    cluster = Cluster(device=device, workers=[1, 8])
+    assert cluster.wanted_after(30) == []
+    cluster.free = free
+    assert cluster.wanted_after(9) == []
+    assert cluster.wanted_after(6) == [4]
+    assert cluster.wanted_after(5) == []  # it is under way, or was refused
+
+
+@pytest.mark.parametrize("workers", [[1, 3], [2, 2]])
+def test_a_run_grows_to_its_most_workers_only(workers):
+    cluster = Cluster(workers=workers)
+    cluster.free["n0"] = {"CPU": 64.0}
+    assert cluster.wanted_after(60) == []
+
+
+def test_room_that_comes_and_goes_is_left_alone():
+    cluster = Cluster(workers=[1, 8])
+    for _ in range(6):
+        cluster.free["n0"] = {"CPU": 2.0}
+        assert cluster.wanted_after(8) == []
+        cluster.free["n0"] = {"CPU": 1.0}
+        assert cluster.wanted_after(4) == []
