@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from flatpeak.controller.host_plan import PlannedArena, planned_host_bytes
-from flatpeak.controller.mirrors import Mirrors, check_nodes, mirror_homes, mirror_places
+from flatpeak.controller.lives import Left
+from flatpeak.controller.mirrors import (
+    Mirrors,
+    check_nodes,
+    mirror_homes,
+    mirror_places,
+    mirrors_of,
+)
 from flatpeak.controller.optimizer_team import OptimizerTeam, Update
 from flatpeak.controller.ownership import Ownership
 from flatpeak.controller.placement import Placed
@@ -42,6 +49,9 @@ def test_a_mirror_is_on_the_next_node_and_never_on_that_of_its_arena():
         ("a", "$SHM/x/flatpeak-tiny-token-0-mirror.arena"),
         ("b", "$SHM/x/flatpeak-tiny-token-1-mirror.arena"),
     ]
+    left = Left("token", ("a", "b"), tuple(HOMES))
+    assert mirrors_of(spec_of(shm_dir="$SHM/x"), left.files("tiny")) == [p.path for p in places]
+    assert mirrors_of(tiny_spec(tiny_content("qwen3_moe", vocab_size=257)), left.files("x")) == []
 
 
 def test_workers_on_one_node_are_refused_with_what_would_help():
