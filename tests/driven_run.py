@@ -27,6 +27,25 @@ SOURCE_ROOTS = os.pathsep.join(str(ROOT / root) for root in ("controller", "work
 PATIENCE_S = 200.0
 FAULTS = "FLATPEAK_TEST_FAULTS"
 """Environment variable with a folder of `sitecustomize.py`, which every process then imports."""
+WHEN_IMPORTED = """
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
+
+
+class Fault(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != MODULE:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        self.execute, spec.loader.exec_module = spec.loader.exec_module, self.execute_with_fault
+        return spec
+
+    def execute_with_fault(self, module):
+        self.execute(module)
+        self.change(module)
+"""
+"""Begins one. A subclass of `Fault` in `sys.meta_path` is given the module that MODULE names."""
 _MARK = "FLATPEAK_TEST_MARK"
 
 

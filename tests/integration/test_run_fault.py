@@ -4,29 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from driven_run import FAULTS, driving, tiny_job
+from driven_run import FAULTS, WHEN_IMPORTED, driving, tiny_job
 from local_run import holds_state_of, train_locally
 
 pytestmark = pytest.mark.timeout(500)
-
-WHEN_IMPORTED = """
-import sys
-from importlib.abc import MetaPathFinder
-from importlib.machinery import PathFinder
-
-
-class Fault(MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != MODULE:
-            return None
-        spec = PathFinder.find_spec(name, path)
-        self.execute, spec.loader.exec_module = spec.loader.exec_module, self.execute_with_fault
-        return spec
-
-    def execute_with_fault(self, module):
-        self.execute(module)
-        self.change(module)
-"""
 
 FAIL_ON_RANK_3_IN_STEP_2 = """
 MODULE = "flatpeak.workers.model"

@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 
 import pytest
+from ray._raylet import GcsClient
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from driven_run import driving, tiny_job
 from flatpeak.controller.spec import Spec
@@ -14,7 +16,7 @@ from ray_nodes import SHM, ray_nodes
 pytestmark = pytest.mark.timeout(600)
 
 
-def job(folder: Path, *, steps: int, address: str = "local") -> Spec:
+def job(folder: Path, *, steps: int, address: str = "local", every_steps: int = 3) -> Spec:
     return tiny_job(
         folder,
         train={"steps": steps, "schedule": {"decay": "linear", "decay_steps": 200}},
@@ -26,8 +28,45 @@ def job(folder: Path, *, steps: int, address: str = "local") -> Spec:
             "shm_dir": f"${SHM}",
         },
         parallel={"sequence": 1, "expert": 2, "vocabulary": 2},
-        snapshots={"every_steps": 3},
+        snapshots={"every_steps": every_steps},
     )
+
+
+def drain(address: str, node: str) -> None:
+    """The notice that a cloud gives of a node that it takes back."""
+    client = GcsClient(address=address)
+    soon = int(1000 * (time.time() + 600))
+    accepted, reason = client.drain_node(
+        node, DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), "taken back", soon
+    )
+    assert accepted, reason
+
+
+def test_a_run_with_notice_of_a_lost_node_does_hardly_anything_again(tmp_path):
+    long_apart = {"every_steps": 10_000}
+    with (
+        ray_nodes(tmp_path, cores=(3, 3, 3)) as nodes,
+        driving(job(tmp_path, steps=5000, address=nodes.address, **long_apart), tmp_path) as driver,
+    ):
+        places = driver.wait_for(kind="started")["detail"]["worker_nodes"]
+        driver.wait_for(step=2)
+        pids = driver.pids()
+        rank = max(range(2), key=lambda rank: nodes.of(pids[f"worker-{rank}"]))
+        drain(nodes.address, places[rank])
+        noticed = driver.wait_for(kind="node_draining")["detail"]
+        driver.wait_for(kind="snapshot")
+        driver.wait_for(type="step")
+        nodes.kill(nodes.of(pids[f"worker-{rank}"]))
+        lost = driver.wait_for(kind="state_lost")["detail"]
+        driver.wait_for(step=lost["step"] + 1)
+        driver.signal(signal.SIGINT)
+        ended = driver.end()
+    assert ended.code == 130
+    assert noticed["nodes"] == [places[rank]]
+    assert lost["redone_steps"] <= 2
+    records = driver.run.steps()
+    wanted = train_locally(job(tmp_path, steps=len(records)), tmp_path)
+    assert [record.loss for record in records] == wanted.losses
 
 
 def test_a_run_that_loses_a_node_goes_on_from_its_snapshot_and_says_what_it_does_again(tmp_path):

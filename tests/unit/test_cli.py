@@ -460,9 +460,10 @@ def test_a_peak_is_shown_in_a_unit_that_suits_it(peak, budget, text):
                 "arena_bytes": 3 * 2**20,
                 "seconds": 0.0123,
                 "copied_bytes": 0,
+                "reason": "asked for",
             },
             "3 to 1 optimizer actor after step 7: 2 arenas of 3.0 MiB handed over in 0.012 s, "
-            "0 bytes copied",
+            "0 bytes copied: asked for",
         ),
         ("scaling_refused", {"request": "a", "reason": "3 are free"}, "not scaled: 3 are free"),
         (

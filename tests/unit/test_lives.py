@@ -177,6 +177,17 @@ def test_a_lost_node_is_looked_for_every_while():
         watch.check(["n1"], now=True)
 
 
+def test_a_node_that_is_to_go_is_noticed_if_it_is_of_the_run():
+    now, draining = [10.0], {"n2"}
+    watch = NodeWatch(draining=lambda: draining, every_s=2.0, clock=lambda: now[0])
+    assert watch.notices(["n0", "n1"]) == set()
+    draining.add("n1")
+    assert watch.notices(["n0", "n1"]) == set()
+    now[0] = 12.0
+    assert watch.notices(["n0", "n1"]) == {"n1"}
+    assert watch.notices(["n0", "n1"]) == {"n1"}
+
+
 def test_arenas_that_are_held_outlive_all_their_processes(tmp_path):
     path = tmp_path / "flatpeak-tiny-one-0.arena"
     path.write_bytes(b"FLATPEAK".ljust(4096, b"\0"))

@@ -122,11 +122,12 @@ def test_new_actors_are_taken_in_when_all_of_them_are_ready():
     assert cluster.ended == []
 
 
-def test_fewer_are_due_at_once():
+def test_fewer_are_due_at_once_and_say_why():
     cluster = Cluster(present=4)
-    assert cluster.scaling.ask("r", 2) is None
+    assert cluster.scaling.ask("r", 2, reason="idle") is None
     change = cluster.scaling.due()
     assert isinstance(change, Change)
+    assert change.reason == "idle"
     assert (change.wanted, change.joining) == (2, ())
 
 
@@ -174,7 +175,7 @@ def test_while_actors_of_before_still_end_more_are_refused():
 def test_before_and_after_the_training_nothing_is_heard_and_what_was_starting_ends():
     cluster = Cluster()
     assert cluster.scaling.ask("r", 4) is None
-    assert cluster.scaling.close("the run ended first") == Refused("r", "the run ended first")
+    assert cluster.scaling.close("the run ended first") == Refused("r", "the run ended first", 4)
     assert cluster.ended == [2, 3]
     assert cluster.scaling.close("again") is None
     assert cluster.scaling.ask("s", 3) == "again"

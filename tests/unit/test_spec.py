@@ -91,6 +91,48 @@ def test_there_are_arenas_for_as_many_optimizer_actors_as_there_may_be(tmp_path)
     assert "cluster.max_optimizers = 0: " in refusal(tmp_path, "cluster.max_optimizers=0")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["cluster.autoscale.optimizers=[3,2]"],
+            "cluster.autoscale: optimizers = [3, 2] is [fewest, most]; use [2, 3]",
+        ),
+        (["cluster.autoscale.workers=[3,2]"], "workers = [3, 2] is [fewest, most]; use [2, 3]"),
+        (
+            ["cluster.autoscale.optimizers=[1,3]"],
+            "asks for up to 3 actors, but there are arenas for 1; set max_optimizers to 3 or more",
+        ),
+        (
+            ["cluster.autoscale.optimizers=[2,3]", "cluster.max_optimizers=3"],
+            "optimizers = 1 is outside autoscale.optimizers = [2, 3]; start with 2, or widen",
+        ),
+        (
+            ["cluster.autoscale.workers=[1,2]", "cluster.workers=4"],
+            "workers = 4 is outside autoscale.workers = [1, 2]; start with 2, or widen the range",
+        ),
+        (
+            ["cluster.autoscale.optimizers=[1,1]", "cluster.optimizer_placement=anywhere"],
+            "autoscale.optimizers is for optimizer_placement = beside",
+        ),
+        (
+            ["cluster.autoscale.optimizers=[1,1]", "memory.optimizer.update_on=device"],
+            "where the workers do the updates; leave it out, or set update_on to host",
+        ),
+        (["cluster.autoscale.optimizers=[0,1]"], "cluster.autoscale.optimizers.0 = 0: should be"),
+    ],
+)
+def test_a_range_to_scale_in_suits_the_run(tmp_path, overrides, said):
+    assert said in refusal(tmp_path, *overrides)
+
+
+def test_a_range_to_scale_in_is_read_back_as_it_was_written(tmp_path):
+    given = ("cluster.max_optimizers=4", "cluster.autoscale.optimizers=[1,4]")
+    spec = with_overrides(tmp_path, *given)
+    assert spec.cluster.autoscale.optimizers == (1, 4)
+    assert parse_spec(yaml.safe_load(dump_spec(spec))) == spec
+
+
 def test_the_tree_is_frozen():
     spec = parse_spec(SMALLEST)
     with pytest.raises(ValueError, match="frozen"):

@@ -21,6 +21,7 @@ from typing import Any
 
 import ray
 
+from flatpeak.controller.autoscaler import AUTO, Autoscaler
 from flatpeak.controller.display import count
 from flatpeak.controller.host_plan import (
     PlannedArena,
@@ -92,7 +93,6 @@ from flatpeak.workers.errors import (
     StateLost,
     WaitTimeout,
 )
-from flatpeak.workers.host_memory import HostMemory
 from flatpeak.workers.metrics import Serving
 from flatpeak.workers.optimizer import clipping_factor
 from flatpeak.workers.snapshot import (
@@ -105,6 +105,7 @@ from flatpeak.workers.snapshot import (
     snapshot_folder,
 )
 from flatpeak.workers.trainer import SlabRegion, StepResult
+from flatpeak.workers.update_report import UpdateReport
 from flatpeak.workers.update_split import DeviceRates, assign_updates, split_updates
 
 _GRACE_S = 60.0
@@ -139,6 +140,7 @@ class Controller:
         self._workers = self._crew.workers
         self._optimizers: list[Placed] = []
         self._watch = NodeWatch()
+        self._going: set[str] = set()  # nodes that are to go soon
         self._homes: list[str] = []  # the node of each arena
         self._arenas: tuple[PlannedArena, ...] = ()
         self._mirrors = Mirrors(spec)
@@ -157,6 +159,12 @@ class Controller:
             start=self._start_optimizer,
             timeout_s=spec.cluster.start_timeout_s,
         )
+        self._autoscaler = Autoscaler(
+            spec.cluster.autoscale,
+            self._optimizers,
+            scaling=self._scaling,
+            arenas=lambda: self._held_by(self._team.ownership.owners),
+        )
         self._regrouping = Regrouping()
         self._makes_way = False
         self._sources: list[Placed] = []  # of the state, from arenas of another cut
@@ -169,7 +177,7 @@ class Controller:
         self._on_device = False  # whether workers update buckets
         self._unstoppable = False  # while the run ends, and while arenas change hands
         self._results: dict[str, StepResult] = {}
-        self._host_memory: dict[str, HostMemory] = {}  # of the optimizer actors
+        self._reports: dict[str, UpdateReport] = {}  # of the optimizer actors
 
     def stop(self) -> None:
         """Ends the run at once; what is committed is kept as `snapshots.at_end` says."""
@@ -220,7 +228,8 @@ class Controller:
                 if not self._started:
                     raise ProcessLost(str(death.cause)) from None
                 raise death.cause from None
-            yield from _told(self._scaling.close("the run ended first"))
+            if (ended := self._scaling.close("the run ended first")) and ended.request != AUTO:
+                yield from _told(ended)
             yield from self._keep_committed(self._patience_s)
             yield event(end, step=self._committed)
         except (ProcessLost, StateLost):
@@ -523,11 +532,14 @@ class Controller:
 
     def _assign(self, owners: Sequence[int | None], actors: Sequence[Placed]) -> Ownership:
         """Which of `actors` is to own each arena, after the `owners` that they have now."""
-        held = [
+        homes = [actor.node for actor in actors]
+        return assign_arenas(self._held_by(owners), homes, self._autoscaler.rates(actors))
+
+    def _held_by(self, owners: Sequence[int | None]) -> list[HeldArena]:
+        return [
             HeldArena(arena.state_bytes, node, owner)
             for arena, node, owner in zip(self._kept, self._kept_homes, owners, strict=True)
         ]
-        return assign_arenas(held, [actor.node for actor in actors])
 
     @property
     def _kept(self) -> tuple[PlannedArena, ...]:
@@ -575,11 +587,14 @@ class Controller:
             yield from self._gather_snapshot()
             self._results = {worker.name: answers[worker.name] for worker in self._workers}
             actors = {actor.name for actor in self._optimizers}
-            self._host_memory = {who: answers[who] for who in actors & answers.keys()}
+            self._reports = {who: answers[who] for who in actors & answers.keys()}
             results = list(self._results.values())
             for result in results:
                 largest = larger_shapes(largest, result.largest)
             check_budget(self._results, self.spec.memory.device_budget_bytes)
+            exposed = (result.refresh.exposed_s for result in results)
+            self._autoscaler.observe(time.perf_counter() - began, exposed, self._reports)
+            yield from _told(self._autoscaler.look())
             yield from self._scale()
             rate = lr(step, train=self.spec.train)
             mirrored = yield from self._mirror(results[0])
@@ -592,10 +607,19 @@ class Controller:
             self._update(results[0], rate)
             yield record
             every = self.spec.snapshots.every_steps
-            if every and step % every == 0:
+            going = yield from self._see_notices()
+            if going or (every and step % every == 0):
                 self._begin_snapshot()
         if largest:
             yield event("largest_tensors", shapes=largest)
+
+    def _see_notices(self) -> Generator[Event, None, bool]:
+        """Whether a node of the run is to go soon: until then there is a snapshot of each step."""
+        going = self._watch.notices({*self._homes, *worker_nodes(self._workers)})
+        if new := sorted(going - self._going):
+            yield event("node_draining", nodes=new, step=self._team.last.step)
+        self._going = going
+        return bool(going)
 
     def _make_way(self) -> Iterator[Event]:
         """Ends with all state in the arenas, at one step, for the next life to take over."""
@@ -624,6 +648,8 @@ class Controller:
         and none of their answers is owed."""
         change = self._scaling.due()
         if not isinstance(change, Change):
+            if change is not None and change.request == AUTO:
+                change = self._autoscaler.refused(change.wanted, change.reason)
             yield from _told(change)
             return
         began, start_seconds = time.perf_counter(), time.monotonic() - change.began
@@ -634,9 +660,11 @@ class Controller:
         gone = yield from self._team.resize(change.wanted, now, joining=change.joining)
         self._unstoppable = False
         self._scaling.settle()
+        self._autoscaler.changed()
         yield event(
             DONE,
             request=change.request,
+            reason=change.reason,
             step=self._committed,
             before=present,
             after=change.wanted,
@@ -857,8 +885,9 @@ class Controller:
                 f"{result.host.in_use_bytes:,} of host memory"
             )
         committed = f"the last committed step is {self._committed}"
-        if (host := self._host_memory.get(who)) is None:
+        if (report := self._reports.get(who)) is None:
             return committed
+        host = report.host
         return (
             f"{committed}, after which it had {host.in_use_bytes:,} bytes of host memory in use, "
             f"at most {host.peak_bytes:,}"

@@ -171,16 +171,21 @@ def event_line(event: RunEvent) -> str | None:
             return f"controller replaced in {detail['seconds']:.1f} s, at step {detail['step']}"
         case "start_failed":
             return f"the start is begun again: {detail['reason']}"
+        case "node_draining":
+            return (
+                f"node {', '.join(detail['nodes'])} is to go: a snapshot of every step from now on"
+            )
         case "state_lost":
             source = "the newest snapshot" if detail["snapshot"] else "the start"
             again = count(detail["redone_steps"], "step")
             return f"{detail['reason']}: the run goes on from {source}, {again} are done again"
         case "optimizers_scaled":
+            why = f": {detail['reason']}" if "reason" in detail else ""
             return (
                 f"{detail['before']} to {count(detail['after'], 'optimizer actor')} after step "
                 f"{detail['step']}: {count(detail['arenas'], 'arena')} of "
                 f"{memory(detail['arena_bytes'], None)} handed over in {detail['seconds']:.3f} s, "
-                f"{detail['copied_bytes']:,} bytes copied"
+                f"{detail['copied_bytes']:,} bytes copied{why}"
             )
         case "workers_leaving":
             return f"the workers make way for others after step {detail['step']}"

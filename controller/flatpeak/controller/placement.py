@@ -39,6 +39,7 @@ from flatpeak.workers.trainer import SlabRegion
 
 _POLL_S = 0.25
 _GONE_S = 10.0
+_DRAINING_S = 5.0
 _NODE_LABEL = "ray.io/node-id"
 _SLAB_ALIGNMENT = 4096
 
@@ -246,19 +247,21 @@ def worker_nodes(workers: Sequence[Placed]) -> list[str]:
 
 
 class NodeWatch:
-    """Finds out that a node of the run is lost, by a look at the cluster every `every_s`."""
+    """Finds out that a node of the run is lost, or is to be, by a look at the cluster every
+    `every_s`."""
 
     def __init__(
         self,
         *,
-        alive: Callable[[], set[str]] = lambda: {
-            node["NodeID"] for node in ray.nodes() if node["Alive"]
-        },
+        alive: Callable[[], set[str]] = lambda: living_nodes(),
+        draining: Callable[[], set[str]] = lambda: draining_nodes(),
         every_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._alive, self._every_s, self._clock = alive, every_s, clock
-        self._next = 0.0
+        self._alive, self._draining = alive, draining
+        self._every_s, self._clock = every_s, clock
+        self._next = self._next_notice = 0.0
+        self._noticed: set[str] = set()
 
     def check(self, needed: Collection[str], *, now: bool = False) -> None:
         """Raises StateLost when one of the nodes is gone, at most `every_s` after Ray knows it;
@@ -270,6 +273,24 @@ class NodeWatch:
             raise StateLost(
                 f"node {', '.join(gone)} is gone, with the optimizer state in its memory"
             )
+
+    def notices(self, needed: Collection[str]) -> set[str]:
+        """Of these nodes those that are to go soon, as a spot instance's are."""
+        if self._clock() >= self._next_notice:
+            self._next_notice = self._clock() + self._every_s
+            self._noticed = self._draining() & set(needed)
+        return self._noticed
+
+
+def living_nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def draining_nodes() -> set[str]:
+    """Those that Ray was told to take out: by the autoscaler, or by `ray drain-node`."""
+    # Nothing public says so; Ray Serve asks in the same way.
+    client = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)  # pyright: ignore
+    return set(client.get_draining_nodes(timeout=_DRAINING_S))
 
 
 def living_runs() -> list[str]:
@@ -401,7 +422,7 @@ def release(group: PlacementGroup | None, actors: Sequence[Any]) -> None:
 
 def sweep_nodes(spec: Spec, nodes: Sequence[str], token: str) -> None:
     """Removes what the run's killed processes left in the memory of these nodes."""
-    remove, alive = ray.remote(remove_arenas), {n["NodeID"] for n in ray.nodes() if n["Alive"]}
+    remove, alive = ray.remote(remove_arenas), living_nodes()
     refs = [
         remove.options(
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)

@@ -21,10 +21,15 @@ from flatpeak.controller.placement import Placed, release
 from flatpeak.controller.waiting import Answers, describe
 
 
+def home_of(actor: int, nodes: Sequence[str]) -> str:
+    """Where an optimizer actor that joins lives, of the nodes with workers in order."""
+    return nodes[actor % len(nodes)]
+
+
 @dataclass(frozen=True)
 class Capacity:
-    """What a run can have beside what it has: optimizer actor i lives on `nodes[i % len(nodes)]`,
-    the nodes with workers, and takes `cpus_per_actor` of `free_cpus` there."""
+    """What a run can have beside what it has: an optimizer actor lives at `home`, on one of the
+    `nodes` with workers, and takes `cpus_per_actor` of `free_cpus` there."""
 
     nodes: tuple[str, ...]
     arenas: int
@@ -34,7 +39,7 @@ class Capacity:
     """Whether workers reach actors over the network, through links that no other can take over."""
 
     def home(self, actor: int) -> str:
-        return self.nodes[actor % len(self.nodes)]
+        return home_of(actor, self.nodes)
 
     @property
     def free(self) -> str:
@@ -94,6 +99,10 @@ def handed_over(
     }
 
 
+ASKED = "asked for"
+"""The reason of what a user wants."""
+
+
 @dataclass(frozen=True)
 class Change:
     """An accepted request under way: the actors that are starting, and their answers."""
@@ -102,6 +111,7 @@ class Change:
     wanted: int
     joining: tuple[Placed, ...] = ()
     answers: tuple[Any, ...] = ()
+    reason: str = ASKED
     began: float = field(default_factory=time.monotonic)
 
 
@@ -109,6 +119,7 @@ class Change:
 class Refused:
     request: str
     reason: str
+    wanted: int
 
 
 class Starter(Protocol):
@@ -148,14 +159,14 @@ class Scaling:
         """From now on requests are heard."""
         self._closed = None
 
-    def ask(self, request: str, wanted: int) -> str | None:
-        """Begins to go to `wanted` actors; the reason where that is refused."""
+    def ask(self, request: str, wanted: int, *, reason: str = ASKED) -> str | None:
+        """Begins to go to `wanted` actors, for a `reason`; why not, where that is refused."""
         with self._lock:
             if self.closed is not None:
                 return self.closed
             present, capacity = len(self._actors), self._capacity()
-            if (reason := refusal(wanted, present, capacity)) is not None:
-                return reason
+            if (refused := refusal(wanted, present, capacity)) is not None:
+                return refused
             joining: list[Placed] = []
             try:
                 for index in range(present, wanted):
@@ -164,7 +175,7 @@ class Scaling:
                 self._end_all(joining)
                 return "optimizer actors of before are still ending; ask again in a few seconds"
             answers = tuple(actor.handle.ready.remote() for actor in joining)
-            self._change = Change(request, wanted, tuple(joining), answers)
+            self._change = Change(request, wanted, tuple(joining), answers, reason)
             return None
 
     def due(self) -> Change | Refused | None:
@@ -204,7 +215,7 @@ class Scaling:
         change, self._change = self._change, None
         assert change is not None
         self._end_all(change.joining)
-        return Refused(change.request, reason)
+        return Refused(change.request, reason, change.wanted)
 
     def _end_all(self, actors: Sequence[Placed]) -> None:
         for actor in actors:

@@ -144,6 +144,31 @@ class TrainSpec(Section):
         return self
 
 
+class AutoscaleSpec(Section):
+    optimizers: Annotated[tuple[Processes, Processes], Field(strict=False)] | None = None
+    """[fewest, most] actors, between which the run finds its own number; null changes none."""
+    exposed_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share of a step spent waiting for updates above which more actors come; more waits longer."""
+    window_steps: Annotated[int, Field(ge=2, le=1000)] = 8
+    """Steps in a row that a change has to be good for; more reacts later, and to less noise."""
+    cooldown_steps: Annotated[int, Field(ge=1, le=100_000)] = 8
+    """Steps after a change, or after one that failed, of which nothing is concluded."""
+    workers: Annotated[tuple[Processes, Processes], Field(strict=False)] | None = None
+    """[fewest, most] workers, up to which a run grows when there is room; null changes none."""
+    workers_free_s: Seconds = 300.0
+    """How long there has to be room for more workers before they come; more starts anew less."""
+
+    @model_validator(mode="after")
+    def ranges_begin_below_their_end(self) -> "AutoscaleSpec":
+        for name, given in (("optimizers", self.optimizers), ("workers", self.workers)):
+            if given is not None and given[0] > given[1]:
+                raise ValueError(
+                    f"{name} = [{given[0]}, {given[1]}] is [fewest, most]; use "
+                    f"[{given[1]}, {given[0]}]"
+                )
+        return self
+
+
 class ClusterSpec(Section):
     workers: Processes = 1
     """Workers (W), one a device; more lowers each one's share of weights and tokens."""
@@ -169,6 +194,8 @@ class ClusterSpec(Section):
     """Longest wait for the start, and for an answer from another node; raise it if those lag."""
     step_timeout_s: Seconds = 1800.0
     """Longest wait for one step; raise it above the slowest step you expect."""
+    autoscale: AutoscaleSpec = AutoscaleSpec()
+    """How the run changes its processes by itself, between two steps."""
 
     @model_validator(mode="after")
     def there_are_arenas_for_all_optimizers(self) -> "ClusterSpec":
@@ -183,6 +210,35 @@ class ClusterSpec(Section):
                 "max_optimizers is for optimizer_placement = beside: with anywhere the actors "
                 "cannot change while the run goes on; leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def autoscaling_stays_where_the_run_can(self) -> "ClusterSpec":
+        wanted = self.autoscale.optimizers
+        if wanted is None:
+            return self
+        if self.optimizer_placement == "anywhere":
+            raise ValueError(
+                "autoscale.optimizers is for optimizer_placement = beside: with anywhere the "
+                "actors cannot change while the run goes on; leave it out"
+            )
+        if wanted[1] > self.arenas:
+            raise ValueError(
+                f"autoscale.optimizers asks for up to {wanted[1]} actors, but there are arenas for "
+                f"{self.arenas}; set max_optimizers to {wanted[1]} or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_run_starts_where_autoscaling_keeps_it(self) -> "ClusterSpec":
+        ranges = {"optimizers": self.autoscale.optimizers, "workers": self.autoscale.workers}
+        for name, wanted in ranges.items():
+            start = getattr(self, name)
+            if wanted is not None and not wanted[0] <= start <= wanted[1]:
+                raise ValueError(
+                    f"{name} = {start} is outside autoscale.{name} = [{wanted[0]}, {wanted[1]}]; "
+                    f"start with {min(max(start, wanted[0]), wanted[1])}, or widen the range"
+                )
         return self
 
     @property
@@ -385,6 +441,16 @@ class Spec(Section):
                     "more, and optimizer actors beside them that do all updates, which "
                     f"{setting} = {value} does not give; set it to {better}, or mirrors to 0"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def optimizer_actors_that_scale_have_updates_to_do(self) -> "Spec":
+        scales = self.cluster.autoscale.optimizers is not None
+        if scales and self.memory.optimizer.update_on == "device":
+            raise ValueError(
+                "cluster.autoscale.optimizers is of no use with memory.optimizer.update_on = "
+                "device, where the workers do the updates; leave it out, or set update_on to host"
+            )
         return self
 
     @model_validator(mode="after")

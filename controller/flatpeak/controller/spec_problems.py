@@ -121,7 +121,9 @@ def _unknown_key(path: list[str], root: type[BaseModel]) -> tuple[str, str]:
     assert section is not None, f"{path} has no section"
     where = f"section `{'.'.join(parents)}`" if parents else "the top level"
     here = {name: ".".join([*parents, name]) for name in section.model_fields}
-    anywhere = {path.rsplit(".", 1)[-1]: path for path in _leaves(root)}
+    # Of keys of one name the one nearest to the top.
+    leaves = sorted(_leaves(root), key=lambda path: -path.count("."))
+    anywhere = {path.rsplit(".", 1)[-1]: path for path in leaves}
     # A likely key of the same section, else a very likely one elsewhere, else the best there is
     # with all that the section takes.
     for candidates, cutoff, rest in (

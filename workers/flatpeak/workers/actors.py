@@ -25,7 +25,7 @@ from flatpeak.workers.arena import Arena, sweep_stale
 from flatpeak.workers.arena_owner import ArenaOwner
 from flatpeak.workers.buckets import Bucket, Range, Shard
 from flatpeak.workers.errors import ClusterError, SnapshotFailed
-from flatpeak.workers.host_memory import HostMemory, Room, host_memory, node_path, room
+from flatpeak.workers.host_memory import Room, node_path, room
 from flatpeak.workers.metrics import NODE, MetricsServer, ProcessMetrics, Serving
 from flatpeak.workers.metrics.roles import OptimizerMetrics, WorkerMetrics
 from flatpeak.workers.mirror import MirrorPort, Route, Sent
@@ -36,6 +36,7 @@ from flatpeak.workers.snapshot import SnapshotPart, SnapshotReader, restore, wri
 from flatpeak.workers.state_source import Arrays, Held, StateReader, StateSource
 from flatpeak.workers.trainer import SlabRegion, StepResult, Trainer
 from flatpeak.workers.update_rates import measure_device_rates, measure_host_rate
+from flatpeak.workers.update_report import UpdateReport, UpdateReports
 from flatpeak.workers.update_split import DeviceRates
 from flatpeak.workers.weights import open_weights
 
@@ -228,6 +229,7 @@ class OptimizerActor(_Exporting):
         timeout_s = spec.cluster.start_timeout_s
         self._mirrors = MirrorPort(self._owner, index, host=_host(spec), timeout_s=timeout_s)
         self._server: ArenaServer | None = None
+        self._reports = UpdateReports()
         self._metrics: OptimizerMetrics = OptimizerMetrics(spec, index, generation)
 
     def sweep(self, living: Collection[str]) -> None:
@@ -338,24 +340,24 @@ class OptimizerActor(_Exporting):
         """Parameters a second, while all actors measure theirs."""
         return measure_host_rate()
 
-    def update(self, step: int, lr: float, clip_factor: float | None) -> HostMemory:
+    def update(self, step: int, lr: float, clip_factor: float | None) -> UpdateReport:
         """Returns when `step` is committed: also by the workers that update buckets themselves."""
         self._owner.forget()
         for core in self._owner.cores:
             core.update(step, lr=lr, clip_factor=clip_factor)
         return self._committed(step)
 
-    def finish(self, step: int, lr: float, clip_factor: float | None) -> HostMemory:
+    def finish(self, step: int, lr: float, clip_factor: float | None) -> UpdateReport:
         """`update` of the step that was asked of a dead predecessor, whatever it did of it."""
         for core in self._owner.cores:
             core.finish(step, lr=lr, clip_factor=clip_factor)
         return self._committed(step)
 
-    def _committed(self, step: int) -> HostMemory:
+    def _committed(self, step: int) -> UpdateReport:
         core = self._owner.core
         core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
         self._metrics.observe(core, mirrors=self._owner.mirrors.arenas)
-        return host_memory()
+        return self._reports.next(core.counters)
 
     def serve_mirrors(self, senders: list[int]) -> tuple[str, int]:
         """Lets these optimizer actors write to its mirrors; returns the address for them."""
