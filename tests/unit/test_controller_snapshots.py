@@ -51,6 +51,7 @@ class Team:
         timeout_s: float,
         *pending: dict[str, Any],
         watched: Mapping[str, Any] | None = None,
+        watch: Any = None,
     ) -> Generator[Any, None, dict[str, Any]]:
         self.asked.append(f"wait for {what}")
         yield from ()

@@ -49,6 +49,7 @@ RESULT = StepResult(
     boundaries=BoundaryStats(offloaded_bytes=11, kept_bytes=2, slab_bytes=9),
     peaks={"dispatch": 100, "total": 300},
     planned={"boundaries": 120},
+    waited_s=0.0625,
 )
 RECORD = replace(STEP, step=3, tokens=64, step_seconds=0.5)
 
@@ -130,6 +131,7 @@ def test_a_worker_exports_its_last_step():
         ("device_budget_bytes",): 1000,
         ("worker_step_seconds",): 0.25,
         ("optimizer_exposed_seconds",): 0.125,
+        ("peer_wait_seconds",): 0.0625,
         ("buckets",): 5,
         ("overlapped_buckets",): 4,
         ("dispatch_imbalance_before_ratio",): 2.0,

@@ -1,6 +1,6 @@
 """Successors of optimizer actors, with actors by hand that die when asked for something."""
 
-from collections.abc import Container, Generator, Mapping
+from collections.abc import Collection, Container, Generator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from flatpeak.controller.optimizer_team import OptimizerTeam, Update
 from flatpeak.controller.ownership import Ownership
 from flatpeak.controller.placement import Placed
 from flatpeak.controller.runs import RunEvent
-from flatpeak.controller.waiting import DEATHS_IN_A_STEP, Died, Interrupted
+from flatpeak.controller.waiting import DEATHS_IN_A_STEP, Died, Hung, Interrupted, Watch
 from flatpeak.workers.errors import RunFailed
 
 UPDATE = Update(7, 1e-3, 0.5)
@@ -82,7 +82,10 @@ class World:
         *,
         mortal: Container[str] = (),
         watched: Mapping[str, Any] = MappingProxyType({}),
+        watch: Watch | None = None,
     ) -> dict[str, str]:
+        if watch is not None and (hung := watch.look()) is not None:
+            raise Died(hung.who, RunFailed(f"{hung.who} {hung.how}"), {})
         if what == self.stop_at:
             raise Interrupted
         answers = {}
@@ -143,6 +146,33 @@ def test_the_successor_attaches_to_the_arena_and_finishes_the_update():
     assert lost.detail["reason"] == "optimizer 1 died: in update"
     assert (replaced.kind, replaced.detail["step"]) == ("optimizer_replaced", 7)
     assert replaced.detail["seconds"] >= 0
+
+
+class Watchman:
+    """Finds these to hang, one each time it looks."""
+
+    def __init__(self, *hung: str) -> None:
+        self.hung = [*hung]
+
+    def look(self) -> Hung | None:
+        return Hung(self.hung.pop(0), "hangs") if self.hung else None
+
+    def overdue(self, owed: Collection[str], /) -> None:
+        raise AssertionError(f"nobody is late: {owed}")
+
+    def described(self, owed: Collection[str], /) -> str:
+        raise AssertionError(f"nobody is late: {owed}")
+
+
+def test_an_actor_that_hangs_is_replaced_as_if_it_had_died():
+    world = World()
+    world.team.update(UPDATE, beside={})
+    steps = world.team.gather("step 8", 5.0, world.team.updates, watch=Watchman("optimizer 1"))
+    (lost, replaced), answers = run(steps)
+    assert answers == {"optimizer 0": "actor 0: update", "optimizer 1": "actor 2: finish"}
+    assert world.ended == [world.started[1]]
+    assert (lost.kind, lost.detail["reason"]) == ("optimizer_lost", "optimizer 1 hangs")
+    assert replaced.kind == "optimizer_replaced"
 
 
 @pytest.mark.parametrize("dies_in", ["update", "snapshot"])

@@ -2,12 +2,13 @@
 
 import pickle
 import time
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
-from flatpeak.controller.waiting import Died, Interrupted, collect
+from flatpeak.controller.waiting import Died, Hung, Interrupted, collect
 from flatpeak.workers.errors import ConnectionLost, DoesNotFit, RunFailed, WaitTimeout
 
 
@@ -148,6 +149,48 @@ def test_a_timeout_names_those_who_did_not_answer():
     with pytest.raises(WaitTimeout) as caught:
         ask(script, "worker 0", "worker 1", "worker 2", timeout_s=0.05)
     assert "step 7: no answer from worker 1, worker 2 within 0.05 s" in str(caught.value)
+
+
+class Watchman:
+    """Finds `hung` at the given look, and `late` to blame when the time is over."""
+
+    def __init__(self, *, hung_at: int = 0, late: str = "") -> None:
+        self.hung_at, self.late, self.looks = hung_at, late, 0
+
+    def look(self) -> Hung | None:
+        self.looks += 1
+        return Hung("worker 1", "hangs: it is silent") if self.looks == self.hung_at else None
+
+    def overdue(self, owed: Collection[str], /) -> Hung | None:
+        return Hung(self.late, f"hangs: late are {', '.join(owed)}") if self.late else None
+
+    def described(self, owed: Collection[str], /) -> str:
+        return " and ".join(f"{who} was busy" for who in owed)
+
+
+def test_one_that_hangs_counts_as_dead_while_the_others_are_waited_for():
+    with pytest.raises(Died) as caught:
+        ask(Script(("worker 0", 10)), "worker 0", "worker 1", watch=Watchman(hung_at=3))
+    assert (caught.value.who, caught.value.answers) == ("worker 1", {"worker 0": 10})
+    assert isinstance(caught.value.cause, RunFailed)
+    assert str(caught.value.cause) == "step 7: worker 1 hangs: it is silent"
+
+
+def test_when_the_time_is_over_the_one_to_blame_counts_as_dead():
+    script, names = Script(("worker 0", 10)), ("worker 0", "worker 1", "worker 2")
+    with pytest.raises(Died) as caught:
+        ask(script, *names, timeout_s=0.05, watch=Watchman(late="worker 2"))
+    assert (caught.value.who, caught.value.answers) == ("worker 2", {"worker 0": 10})
+    told = str(caught.value.cause)
+    assert told.startswith("step 7: worker 2 hangs: late are worker ")
+    assert "worker 0" not in told
+
+
+def test_a_timeout_tells_what_those_do_who_are_slow():
+    with pytest.raises(WaitTimeout) as caught:
+        ask(Script(), "worker 1", timeout_s=0.05, watch=Watchman())
+    wanted = "step 7: no answer from worker 1 within 0.05 s (worker 1 was busy); raise "
+    assert str(caught.value).startswith(wanted)
 
 
 def test_a_stop_ends_the_wait():

@@ -120,7 +120,7 @@ def test_deaths_in_the_same_step_end_the_run_and_those_in_others_do_not():
     assert next(events).kind == "worker_lost"
     with pytest.raises(RunFailed) as caught:
         next(events)
-    assert str(caught.value) == "workers died 3 times in step 9, last worker 1 died in step"
+    assert str(caught.value) == "workers were lost 3 times in step 9, last worker 1 died in step"
 
 
 def test_workers_that_come_back_elsewhere_have_lost_their_arenas():

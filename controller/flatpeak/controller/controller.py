@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ import ray
 
 from flatpeak.controller.autoscaler import AUTO, Autoscaler
 from flatpeak.controller.display import count
+from flatpeak.controller.heartbeats import Heartbeats
 from flatpeak.controller.host_plan import (
     PlannedArena,
     check_host_bytes,
@@ -80,7 +81,7 @@ from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.step_results import check_budget, larger_shapes, step_record
 from flatpeak.controller.takeover import update_under_way
-from flatpeak.controller.waiting import Died, Interrupted, collect, listed
+from flatpeak.controller.waiting import Died, Interrupted, Watch, collect, listed
 from flatpeak.controller.worker_group import UPDATE_ON, WorkerGroup, parts_of
 from flatpeak.workers.actors import Sources, log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
@@ -153,6 +154,8 @@ class Controller:
             start_timeout_s=spec.cluster.start_timeout_s,
         )
         self._team.others = lambda: self._crew.mortal
+        self._heartbeats = self._heartbeats_of(lambda: [*self._workers, *self._optimizers])
+        self._optimizer_heartbeats = self._heartbeats_of(lambda: self._optimizers)
         self._scaling = Scaling(
             self._optimizers,
             capacity=self._capacity,
@@ -637,7 +640,11 @@ class Controller:
                 # The optimizer actors are watched too: without them the workers wait in vain.
                 return (
                     yield from self._team.gather(
-                        f"step {step}", self.spec.cluster.step_timeout_s, refs, self._team.updates
+                        f"step {step}",
+                        self.spec.cluster.step_timeout_s,
+                        refs,
+                        self._team.updates,
+                        watch=self._heartbeats,
                     )
                 )
             except Died as death:
@@ -716,7 +723,10 @@ class Controller:
         step, timeout = self._committed, self.spec.cluster.step_timeout_s
         try:
             parts = yield from self._team.gather(
-                f"snapshot of step {step}", timeout, self._team.parts
+                f"snapshot of step {step}",
+                timeout,
+                self._team.parts,
+                watch=self._optimizer_heartbeats,
             )
         except FlatpeakError:
             self._team.parts = {}  # not to be waited for again at the end
@@ -794,7 +804,11 @@ class Controller:
             try:
                 # Watched alone: a worker may be in a step first, that nobody needs any more.
                 yield from self._team.gather(
-                    "the last update", timeout_s, self._team.updates, watched=beside
+                    "the last update",
+                    timeout_s,
+                    self._team.updates,
+                    watched=beside,
+                    watch=self._heartbeats if self._on_device else self._optimizer_heartbeats,
                 )
             except Died as death:
                 yield from self._replace_workers(death)
@@ -849,6 +863,7 @@ class Controller:
         *,
         mortal: Container[str] = (),
         watched: Mapping[str, Any] = MappingProxyType({}),
+        watch: Watch | None = None,
     ) -> dict[str, Any]:
         try:
             return collect(
@@ -859,10 +874,17 @@ class Controller:
                 last_seen=self._last_seen,
                 mortal=mortal,
                 watched=watched,
+                watch=watch,
             )
         except RunFailed:
             self._watch.check(self._homes, now=True)  # which is why, if there is a why
             raise
+
+    def _heartbeats_of(self, actors: Callable[[], list[Placed]]) -> Heartbeats:
+        cluster = self.spec.cluster
+        return Heartbeats(
+            actors, timeout_s=cluster.heartbeat_timeout_s, step_timeout_s=cluster.step_timeout_s
+        )
 
     def _interrupted(self) -> bool:
         """Raises StateLost when nobody can answer any more."""

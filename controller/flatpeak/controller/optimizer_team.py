@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 from flatpeak.controller.ownership import Ownership
 from flatpeak.controller.placement import Placed, release
 from flatpeak.controller.runs import Event, event
-from flatpeak.controller.waiting import DEATHS_IN_A_STEP, Died
+from flatpeak.controller.waiting import DEATHS_IN_A_STEP, Died, Watch
 from flatpeak.workers.errors import RunFailed
 
 
@@ -49,6 +49,7 @@ class Collect(Protocol):
         *,
         mortal: Container[str] = (),
         watched: Mapping[str, Any] = ...,
+        watch: Watch | None = None,
     ) -> dict[str, Any]: ...
 
 
@@ -177,10 +178,12 @@ class OptimizerTeam:
         timeout_s: float,
         *pending: dict[str, Any],
         watched: Mapping[str, Any] = MappingProxyType({}),
+        watch: Watch | None = None,
     ) -> Generator[Event, None, dict[str, Any]]:
         """The answers of all that is `pending`, of which `updates` and `parts` may be some.
 
-        Of those `watched` the failures alone count, while there is something to wait for.
+        Of those `watched` the failures alone count, while there is something to wait for. `watch`
+        finds those that hang, which counts as their death.
         For an actor that dies, the answers of its successor count. Raises what `collect` raises,
         `Died` for one of `others`, and `RunFailed` when an actor dies again and again.
         """
@@ -191,7 +194,9 @@ class OptimizerTeam:
             who: ref for refs in pending for who, ref in refs.items() if who not in answers
         }:
             try:
-                answers |= self._collect(waiting, what, timeout_s, mortal=mortal, watched=watched)
+                answers |= self._collect(
+                    waiting, what, timeout_s, mortal=mortal, watched=watched, watch=watch
+                )
             except Died as death:
                 if death.who in others:
                     raise

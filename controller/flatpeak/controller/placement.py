@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import (
 from flatpeak.controller.leftovers import remove_arenas
 from flatpeak.controller.lives import ArenaFile, Left
 from flatpeak.controller.spec import ClusterSpec, Spec
-from flatpeak.workers.actors import OptimizerActor, TrainWorker
+from flatpeak.workers.actors import HEARTBEAT, OptimizerActor, TrainWorker
 from flatpeak.workers.buckets import Bucket
 from flatpeak.workers.errors import ClusterError, StateLost
 from flatpeak.workers.settings import adamw_of
@@ -136,11 +136,18 @@ def _group_name(run: str, token: str) -> str:
     return f"flatpeak-{run}-{token}"
 
 
+def actor_class(kind: type) -> Any:
+    """`kind` for Ray, with a thread for heartbeats beside the one of all other calls, which stay in
+    order: collectives depend on that."""
+    remote: Any = ray.remote
+    return remote(concurrency_groups={HEARTBEAT: 1})(kind)
+
+
 def start_workers(
     spec: Spec, group: PlacementGroup, device: str, *, logs: str, token: str, generation: int
 ) -> Iterator[Placed]:
     """The workers of a generation one by one; their nodes are not known yet."""
-    actor = ray.remote(TrainWorker)
+    actor = actor_class(TrainWorker)
     # A rank whose gloo listens on a public address would be open to the network for nothing.
     local = {"GLOO_SOCKET_IFNAME": "lo"} if spec.cluster.address == "local" else {}
     for rank in range(spec.cluster.workers):
@@ -218,7 +225,7 @@ def start_optimizer(
 ) -> Placed:
     """The optimizer actor `index`, also in the place of one that is dead."""
     handle = (
-        ray.remote(OptimizerActor)
+        actor_class(OptimizerActor)
         .options(
             name=f"flatpeak-{spec.run}-{token}-optimizer-{index}",
             num_cpus=spec.cluster.cpus_per_optimizer,

@@ -76,6 +76,11 @@ class StepRecord:
     and the seconds that the slowest forward pass stood still for weights (`exposed_s`)."""
     boundaries: dict[str, int] = field(default_factory=dict)
     """The figures of the step's `BoundaryStats`, each of the rank where it was highest."""
+    straggler: int | None = None
+    """The rank that waited least for the others, which so waited for it; None where there is one
+    rank alone, where nobody measures it (on CUDA), and in the records of old runs."""
+    lag_s: float | None = None
+    """Seconds that the rank that waited longest waited longer than that."""
     skipped: bool = False
     first_sample: int
     last_sample: int

@@ -194,6 +194,8 @@ class ClusterSpec(Section):
     """Longest wait for the start, and for an answer from another node; raise it if those lag."""
     step_timeout_s: Seconds = 1800.0
     """Longest wait for one step; raise it above the slowest step you expect."""
+    heartbeat_timeout_s: Seconds = 60.0
+    """A process that is silent so long in a step hangs and is replaced; less finds it sooner."""
     autoscale: AutoscaleSpec = AutoscaleSpec()
     """How the run changes its processes by itself, between two steps."""
 

@@ -41,6 +41,7 @@ def step_record(
     what was `mirrored` of it."""
     first = results[0]
     ids = sample_ids(first.step - 1, spec.train.sequences_per_step)
+    straggler, lag_s = straggler_of([result.waited_s for result in results])
     return StepRecord(
         step=first.step,
         time=time.time(),
@@ -66,10 +67,20 @@ def step_record(
             "mirror_s": mirrored.seconds,
         },
         boundaries=highest_of([asdict(result.boundaries) for result in results]),
+        straggler=straggler,
+        lag_s=lag_s,
         skipped=not first.usable,
         first_sample=ids[0],
         last_sample=ids[-1],
     )
+
+
+def straggler_of(waits: Sequence[float | None]) -> tuple[int | None, float | None]:
+    """The rank for which the others waited, and the seconds, from what each rank waited for all."""
+    known = [wait for wait in waits if wait is not None]
+    if len(known) < max(2, len(waits)):
+        return None, None
+    return known.index(min(known)), max(known) - min(known)
 
 
 def larger_shapes(

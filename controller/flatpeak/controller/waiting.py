@@ -2,9 +2,9 @@
 
 import re
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import ray
 from ray.exceptions import (
@@ -38,6 +38,23 @@ class Died(Exception):
         self.who, self.cause, self.answers = who, cause, answers
 
 
+class Hung(NamedTuple):
+    """`who` lives and gets nowhere, as `how` tells."""
+
+    who: str
+    how: str
+
+
+class Watch(Protocol):
+    """Looks at those who are waited for, as `Heartbeats` do; each may be replaced."""
+
+    def look(self) -> Hung | None: ...
+
+    def overdue(self, owed: Collection[str], /) -> Hung | None: ...
+
+    def described(self, owed: Collection[str], /) -> str: ...
+
+
 class Answers(Protocol):
     """Where the answers come from: `ray`, or a stand-in in a test."""
 
@@ -55,6 +72,7 @@ def collect(
     last_seen: Callable[[str], str] = lambda who: "",
     mortal: Container[str] = (),
     watched: Mapping[str, Any] = MappingProxyType({}),
+    watch: Watch | None = None,
     answers: Answers = ray,
 ) -> dict[str, Any]:
     """The results of `refs` (who was asked, to the object reference of the answer).
@@ -62,8 +80,9 @@ def collect(
     Raises the first failure as soon as it is there, without waiting for the others: a rank that
     fails leaves its peers in a collective; so it does for `watched`, which are not waited for.
     `last_seen` says what is known of a process that died.
-    Raises Died for one of `mortal` that is dead or cut off, WaitTimeout naming those that did not
-    answer, and Interrupted when `interrupted` says so.
+    Raises Died for one of `mortal` that is dead or cut off and for one that hangs as `watch` sees
+    it, at once or when the time is over; WaitTimeout naming those that did not answer; and
+    Interrupted when `interrupted` says so.
     """
     names = {ref: name for name, ref in (*refs.items(), *watched.items())}
     waiting, owed, results = [*refs.values(), *watched.values()], set(refs.values()), {}
@@ -71,12 +90,13 @@ def collect(
     while owed:
         if interrupted():
             raise Interrupted
-        if time.monotonic() > deadline:
-            missing = ", ".join(sorted(names[ref] for ref in owed))
-            raise WaitTimeout(
-                f"{what}: no answer from {missing} within {timeout_s:g} s; raise "
-                "cluster.step_timeout_s or cluster.start_timeout_s if they only need longer"
-            )
+        late = [names[ref] for ref in owed] if time.monotonic() > deadline else []
+        if watch is not None:
+            hung = watch.look() or (watch.overdue(late) if late else None)
+            if hung is not None:
+                raise Died(hung.who, RunFailed(f"{what}: {hung.who} {hung.how}"), results)
+        if late:
+            raise _timeout(what, sorted(late), timeout_s, watch)
         ready, waiting = answers.wait(waiting, timeout=_POLL_S)
         for ref in ready:
             try:
@@ -92,6 +112,14 @@ def collect(
                 owed.remove(ref)
                 results[names[ref]] = answer
     return results
+
+
+def _timeout(what: str, late: list[str], timeout_s: float, watch: Watch | None) -> WaitTimeout:
+    doing = f" ({told})" if watch is not None and (told := watch.described(late)) else ""
+    return WaitTimeout(
+        f"{what}: no answer from {', '.join(late)} within {timeout_s:g} s{doing}; raise "
+        "cluster.step_timeout_s or cluster.start_timeout_s if they only need longer"
+    )
 
 
 def _is_death(error: RayError) -> bool:

@@ -108,7 +108,8 @@ class WorkerGroup:
             yield event("worker_lost", actor=who, step=step, reason=str(death.cause))
             if self._deaths[step] >= DEATHS_IN_A_STEP:
                 raise RunFailed(
-                    f"workers died {self._deaths[step]} times in step {step}, last {death.cause}"
+                    f"workers were lost {self._deaths[step]} times in step {step}, "
+                    f"last {death.cause}"
                 )
             try:
                 seconds = yield from self._begin_generation(attach)

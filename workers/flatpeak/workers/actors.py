@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from flatpeak.kernels.adamw import LEAST_COMPILED
+from flatpeak.workers import progress
 from flatpeak.workers.arena import Arena, sweep_stale
 from flatpeak.workers.arena_owner import ArenaOwner
 from flatpeak.workers.buckets import Bucket, Range, Shard
@@ -84,8 +85,13 @@ def at_this_node(serving: Serving) -> Serving:
     return replace(serving, host=ray.util.get_node_ip_address())
 
 
-class _Exporting:
-    """A process with metrics."""
+HEARTBEAT = "heartbeat"
+"""The concurrency group of `heartbeat`, to be made with the actor: one thread. All other calls then
+stay in order on another one, as collectives need it."""
+
+
+class _Process:
+    """A process with metrics and a heartbeat."""
 
     _metrics: ProcessMetrics
     _exporter: MetricsServer | None = None
@@ -96,8 +102,13 @@ class _Exporting:
         self._exporter = MetricsServer(at_this_node(serving), self._metrics.registry, pages=pages)
         return self._exporter.address, self._metrics.labels
 
+    @ray.method(concurrency_group=HEARTBEAT)
+    def heartbeat(self) -> progress.Beat:
+        """What the process does now: the answer comes while it works on another call."""
+        return progress.beat()
 
-class TrainWorker(_Exporting):
+
+class TrainWorker(_Process):
     """One rank: a `Trainer` and its place in the process group of its generation."""
 
     def __init__(
@@ -216,7 +227,7 @@ class Sources:
     held: tuple[Held, ...]
 
 
-class OptimizerActor(_Exporting):
+class OptimizerActor(_Process):
     """Owner of arenas: fills them, updates them, writes them to disk, removes them."""
 
     def __init__(self, spec: "Spec", index: int, logs: str, generation: int = 0) -> None:
@@ -342,6 +353,7 @@ class OptimizerActor(_Exporting):
 
     def update(self, step: int, lr: float, clip_factor: float | None) -> UpdateReport:
         """Returns when `step` is committed: also by the workers that update buckets themselves."""
+        progress.begin(step)
         self._owner.forget()
         for core in self._owner.cores:
             core.update(step, lr=lr, clip_factor=clip_factor)
@@ -349,14 +361,17 @@ class OptimizerActor(_Exporting):
 
     def finish(self, step: int, lr: float, clip_factor: float | None) -> UpdateReport:
         """`update` of the step that was asked of a dead predecessor, whatever it did of it."""
+        progress.begin(step)
         for core in self._owner.cores:
             core.finish(step, lr=lr, clip_factor=clip_factor)
         return self._committed(step)
 
     def _committed(self, step: int) -> UpdateReport:
         core = self._owner.core
-        core.wait_for_workers(step, timeout_s=self._spec.cluster.step_timeout_s)
+        # Longer than the controller waits for the step, which then looks for the one that hangs.
+        core.wait_for_workers(step, timeout_s=self._spec.cluster.peer_timeout_s)
         self._metrics.observe(core, mirrors=self._owner.mirrors.arenas)
+        progress.enter(progress.IDLE)
         return self._reports.next(core.counters)
 
     def serve_mirrors(self, senders: list[int]) -> tuple[str, int]:

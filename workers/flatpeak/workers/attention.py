@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from flatpeak.workers.errors import InputError
+from flatpeak.workers.progress import waiting
 from flatpeak.workers.scopes import scope
 
 ATTENTION_NAME = "flatpeak"
@@ -70,7 +71,8 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx: Any, chunks: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         received = torch.empty_like(chunks, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, chunks.contiguous(), group=group)
+        with waiting():
+            dist.all_to_all_single(received, chunks.contiguous(), group=group)
         return received
 
     @staticmethod

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatpeak.workers.buckets import Bucket, BucketIndex, Piece
+from flatpeak.workers.progress import waiting
 from flatpeak.workers.streams import Streams, Synchronous
 
 InPlace = Callable[[int, int], bool]
@@ -44,7 +45,8 @@ def global_norm(squared: Tensor, group: dist.ProcessGroup | None = None) -> floa
         if not on_host:
             device = torch.device("cuda", torch.cuda.current_device())
         squared = squared.to(device, copy=True)
-        dist.all_reduce(squared, group=group)
+        with waiting():
+            dist.all_reduce(squared, group=group)
     return math.sqrt(squared.item())
 
 

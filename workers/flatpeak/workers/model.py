@@ -23,6 +23,7 @@ from flatpeak.workers.buckets import Range, Shard
 from flatpeak.workers.checkpoint import kept_in_fp32, moe_layers
 from flatpeak.workers.dispatch import DispatchOptions, DispatchReport, Routing, moe_forward
 from flatpeak.workers.first_use import first_users
+from flatpeak.workers.fsdp_meetings import watch_meetings
 from flatpeak.workers.logits import Logits, logits_of
 from flatpeak.workers.parallel import Axis, Groups
 from flatpeak.workers.partition import part
@@ -262,6 +263,7 @@ def _shard_dense(model: PreTrainedModel, mesh: DeviceMesh, ignored: set[nn.Param
             # The first call alone is refused by gloo, the second alone still averages.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            watch_meetings(module)
 
 
 def _materialise(model: PreTrainedModel, device: torch.device) -> None:

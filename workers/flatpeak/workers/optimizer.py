@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatpeak.kernels.adamw import Coefficients, adamw
+from flatpeak.workers import progress
 from flatpeak.workers.arena import SUFFIX, Arena, Frame, remove_stale
 from flatpeak.workers.buckets import Bucket, BucketIndex, Range, Shard, cut_buckets
 from flatpeak.workers.device_update import DeviceUpdate, Slots, Target
@@ -206,6 +207,7 @@ class OptimizerCore:
         factor = clip_factor if clip_factor is not None and math.isfinite(clip_factor) else None
         start = time.perf_counter()
         for bucket in self._updated:
+            progress.enter("update")
             if self.version(bucket) == step:
                 continue  # updated before this process took over
             if factor is None:
@@ -223,8 +225,9 @@ class OptimizerCore:
 
     def wait_for_workers(self, step: int, *, timeout_s: float) -> None:
         """Return when `step` is committed: all buckets have it. Raises `WaitTimeout`."""
-        for bucket in self.buckets:
-            self._home[bucket.index].wait_version(bucket.index, step, timeout_s=timeout_s)
+        with progress.waiting("the workers' part"):
+            for bucket in self.buckets:
+                self._home[bucket.index].wait_version(bucket.index, step, timeout_s=timeout_s)
 
     def _update_bucket(self, bucket: Bucket, step: int, lr: float, clip_factor: float) -> None:
         update_bucket(

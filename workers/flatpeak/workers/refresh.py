@@ -23,6 +23,7 @@ from flatpeak.workers.errors import WaitTimeout
 from flatpeak.workers.gradients import Delivery, GradientStream, InPlace
 from flatpeak.workers.model import LocalParameter, ShardedModel
 from flatpeak.workers.partition import parts
+from flatpeak.workers.progress import WEIGHTS, waiting
 from flatpeak.workers.streams import streams_of
 
 
@@ -108,9 +109,11 @@ class WeightRefresh:
         assert self._ahead is not None
         first = len(self._due) == len(self._sharded.users) - 1
         began = time.perf_counter()
-        self._ahead.wait_for(module)
-        for parameter in parameters:
-            _share_with_replicas(parameter)
+        with waiting(WEIGHTS):
+            self._ahead.wait_for(module)
+        with waiting():
+            for parameter in parameters:
+                _share_with_replicas(parameter)
         exposed_s = self.report.exposed_s + time.perf_counter() - began
         if first:
             behind = self._stream.buckets_before(self._version)

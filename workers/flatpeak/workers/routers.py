@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatpeak.workers.errors import InputError
+from flatpeak.workers.progress import waiting
 from flatpeak.workers.recompute import is_recomputing
 
 
@@ -42,7 +43,8 @@ class RouterLoad:
         Collective over the world: every rank calls it at the same place of the step.
         """
         if dist.is_initialized():
-            dist.all_reduce(self.counts)
+            with waiting():
+                dist.all_reduce(self.counts)
         self._counting = False
 
     def count(self, layer: int, expert_ids: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Named scopes that say which component the work on this thread belongs to.
 
 Operators open a scope around what they allocate; a `PeakMeter` attributes live bytes to the
-innermost open one. Without a meter a scope costs a list append and a pop.
+innermost open one, and `progress` tells other threads of it. Without a meter a scope costs about a
+microsecond.
 """
 
 import threading
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+
+from flatpeak.workers import progress
 
 OTHER = "other"
 
@@ -32,6 +35,7 @@ _observers: list[ScopeObserver] = []
 @contextmanager
 def scope(name: str) -> Iterator[None]:
     _stack.names.append(name)
+    progress.in_scope(name)
     # The observers of the entry see the exit too, even when one joins or goes in between.
     observers = tuple(_observers)
     for observer in observers:
@@ -42,6 +46,7 @@ def scope(name: str) -> Iterator[None]:
         for observer in observers:
             observer.left()
         _stack.names.pop()
+        progress.in_scope(_stack.names[-1] if _stack.names else "")
 
 
 @contextmanager

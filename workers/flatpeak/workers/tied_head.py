@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flatpeak.workers.parallel import Layout
 from flatpeak.workers.partition import part
+from flatpeak.workers.progress import waiting
 
 Rows = tuple[int, int]
 
@@ -40,7 +41,8 @@ class TiedGradient:
         """Hands the fp32 `grad` of this rank's rows to their holders. Collective over the world."""
         received = [stop - start for start, stop in self._received]
         arrived = grad.new_empty((sum(received), *grad.shape[1:]))
-        dist.all_to_all_single(arrived, grad, received, [b - a for a, b in self._sent])
+        with waiting():
+            dist.all_to_all_single(arrived, grad, received, [b - a for a, b in self._sent])
         first, stop = self._held
         total = grad.new_zeros((stop - first, *grad.shape[1:]))
         for (a, b), rows in zip(self._received, arrived.split(received), strict=True):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from flatpeak.workers import progress
 from flatpeak.workers.arena import SUFFIX, Arena
 from flatpeak.workers.batches import Microbatch, SampleSource, read_step
 from flatpeak.workers.boundaries import (
@@ -39,6 +40,7 @@ from flatpeak.workers.host_memory import HostMemory, host_memory, node_path
 from flatpeak.workers.memory import TOTAL, PeakMeter
 from flatpeak.workers.model import LocalParameter, ShardedModel, shard_model
 from flatpeak.workers.parallel import Layout, make_groups
+from flatpeak.workers.progress import waiting
 from flatpeak.workers.refresh import RefreshReport, WeightRefresh
 from flatpeak.workers.remote import RemoteArena
 from flatpeak.workers.routers import auxiliary_coefficient, watch_routers
@@ -79,6 +81,8 @@ class StepResult:
     live_bytes: int = 0
     """Device memory in use at the end of the step."""
     host: HostMemory = field(default_factory=HostMemory)
+    waited_s: float | None = None
+    """Time for which this rank stood still for its peers. None on CUDA, where the device does."""
     largest: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -273,7 +277,8 @@ class Trainer:
         Collective over the world. The gradients are in the arenas when it returns; whether and how
         they are applied is the controller's decision.
         """
-        started = time.perf_counter()
+        started, waited = time.perf_counter(), progress.waited_s()
+        progress.begin(step)
         with self._metered():
             if self._meter is not None:
                 self._meter.reset_peaks()
@@ -283,9 +288,11 @@ class Trainer:
             self.sharded.load.begin_step()
             self.sharded.dispatched.begin_step()
             (loss, nll), targets, tokens = self._forward_backward(step)
+            progress.enter("end")
             refreshed = self._refresh.finish()
             grad_norm = self._finish_gradients()
             now_sent, now_received = self._traffic()
+        progress.enter(progress.IDLE)
         return StepResult(
             step=step,
             loss=loss,
@@ -303,6 +310,7 @@ class Trainer:
             planned=self._planned_peaks(),
             live_bytes=self._meter.live()[TOTAL] if self._meter else 0,
             host=host_memory(),
+            waited_s=progress.waited_s() - waited if self._on_cpu() else None,
             largest=self._meter.largest_tensors() if self._meter and self._on_cpu() else {},
         )
 
@@ -316,6 +324,7 @@ class Trainer:
     def _forward_backward(self, step: int) -> tuple[list[float], int, int]:
         """Loss and nll, targets and tokens of the step on all ranks."""
         train, load = self.spec.train, self.sharded.load
+        progress.enter("reading samples")
         batches = list(
             read_step(
                 self.source,
@@ -341,6 +350,7 @@ class Trainer:
         self._boundaries = BoundaryStats()
         for index, batch in enumerate(batches):
             self._accumulate, self._final = index > 0, index == len(batches) - 1
+            progress.enter("forward")
             with self._offload:
                 losses = self._run(batch, with_targets=True)
                 assert losses is not None
@@ -353,13 +363,15 @@ class Trainer:
                 total[0] += loss.detach()
                 total[1] += nll if kept is None else kept / max(targets, 1)
                 del losses
+                progress.enter("backward")
                 loss.backward()
                 # The graph's nodes, and what they hold beside tensors, end with the last reference.
                 del loss
             self._boundaries = self._boundaries.including(self._offload.stats())
         if not self._coefficient:
             load.finish_counting()
-        dist.all_reduce(total)
+        with waiting():
+            dist.all_reduce(total)
         return total.tolist(), targets, tokens
 
     def _seed(self, step: int) -> None:
@@ -379,7 +391,8 @@ class Trainer:
         for batch in batches:
             counts[0] += (batch.targets != -100).sum()
             counts[1] += batch.tokens
-        dist.all_reduce(counts)
+        with waiting():
+            dist.all_reduce(counts)
         targets, tokens = counts.tolist()
         return targets, tokens
 
@@ -435,7 +448,8 @@ class Trainer:
         if parameter.axis is not None and parameter.axis.replica_group is not None:
             # Replicas saw other tokens. They run the same layers in the same order, so their
             # reductions match up.
-            dist.all_reduce(grad, group=parameter.axis.replica_group)
+            with waiting():
+                dist.all_reduce(grad, group=parameter.axis.replica_group)
         own = grad.reshape(-1)[
             parameter.own_start - parameter.start : parameter.own_stop - parameter.start
         ]

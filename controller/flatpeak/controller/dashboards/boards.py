@@ -201,19 +201,30 @@ def _dispatch() -> Json:
                 help="As planned for the worst layer, and memory.dispatch.budget_bytes.",
             ),
             Panel(
+                title="Waiting for other ranks",
+                width=6,
+                unit="s",
+                queries=(Query(_of_ranks("peer_wait_seconds"), "rank {{rank}}"),),
+                help="Time for which the last step stood still for others: the rank with least is "
+                "the one they wait for. Not measured on CUDA.",
+            ),
+            Panel(
                 title="Chunks of a layer",
+                width=6,
                 queries=(Query(f"max({_of_ranks('dispatch_chunks')})", "chunks"),),
                 help="More chunks take less memory and more time.",
                 decimals=0,
             ),
             Panel(
                 title="Foreign experts",
+                width=6,
                 queries=(Query(_of_ranks("dispatch_foreign_experts"), "rank {{rank}}"),),
                 help="Experts of other ranks held at once; their weights move in each pass.",
                 decimals=0,
             ),
             Panel(
                 title="Rows received in a chunk",
+                width=6,
                 queries=(
                     Query(_of_ranks("dispatch_received_rows"), "rank {{rank}}"),
                     Query(f"max({_of_ranks('dispatch_receive_cap_rows')})", "cap", is_bound=True),

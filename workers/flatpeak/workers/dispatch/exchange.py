@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flatpeak.workers.dispatch.routing import Group
+from flatpeak.workers.progress import waiting
 
 
 class Arriving:
@@ -26,7 +27,8 @@ class Arriving:
     def wait(self) -> torch.Tensor:
         """The landed rows. Work issued to the current lane from now on follows the arrival."""
         if self._work is not None:
-            self._work.wait()
+            with waiting():
+                self._work.wait()
         self._work = self._sent = None
         return self._landing
 

@@ -16,6 +16,7 @@ from flatpeak.workers.dispatch.assignment import DispatchPlan
 from flatpeak.workers.dispatch.exchange import Letter, trade
 from flatpeak.workers.dispatch.experts import ExpertLayout, Gradients, HeldExperts, accurate
 from flatpeak.workers.dispatch.routing import Group, Routing
+from flatpeak.workers.progress import waiting
 
 
 @dataclass
@@ -27,8 +28,9 @@ class ForeignWeights:
     works: Sequence[dist.Work] = ()
 
     def wait(self) -> Sequence[torch.Tensor]:
-        for work in self.works:
-            work.wait()
+        with waiting():
+            for work in self.works:
+                work.wait()
         self.works = self.sent = ()
         return self.weights
 
@@ -101,8 +103,9 @@ class Migration:
             for mine in gradients.natives
             for move in taken
         ]
-        for work in trade(sent, landing, self._group):
-            work.wait()
+        with waiting():
+            for work in trade(sent, landing, self._group):
+                work.wait()
         arrived = iter(landing)
         for mine in gradients.natives:
             for move in taken:

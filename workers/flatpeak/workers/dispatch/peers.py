@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from flatpeak.workers.dispatch.routing import Group
+from flatpeak.workers.progress import waiting
 
 
 class Peers(Protocol):
@@ -35,7 +36,8 @@ class RanksOfGroup:
         if self._group is None:
             return to_host(row)[None]
         gathered = row.new_empty((self._group.size(), *row.shape))
-        dist.all_gather(list(gathered.unbind(0)), row, group=self._group)
+        with waiting():
+            dist.all_gather(list(gathered.unbind(0)), row, group=self._group)
         return to_host(gathered)
 
     def deal(self, tables: list[torch.Tensor], widths: Sequence[int]) -> list[np.ndarray]:
@@ -44,7 +46,8 @@ class RanksOfGroup:
             return [to_host(table)[None]]
         ranks, mine = self._group.size(), widths[self._group.rank()]
         landed = table.new_empty((ranks * mine, table.shape[1]))
-        dist.all_to_all_single(landed, table, [mine] * ranks, list(widths), group=self._group)
+        with waiting():
+            dist.all_to_all_single(landed, table, [mine] * ranks, list(widths), group=self._group)
         return [to_host(landed).reshape(ranks, mine, -1)]
 
 

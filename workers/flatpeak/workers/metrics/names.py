@@ -93,6 +93,11 @@ METRICS = {
             "worker",
             "Time the last forward pass stood still for updated weights.",
         ),
+        Metric(
+            "peer_wait_seconds",
+            "worker",
+            "Time for which the last step stood still for other ranks; not on CUDA.",
+        ),
         Metric("buckets", "worker", "Buckets of this rank."),
         Metric(
             "overlapped_buckets",

@@ -38,6 +38,8 @@ class WorkerMetrics(ProcessMetrics):
             self.set("dispatch_planned_bytes", result.dispatch.planned_bytes)
         self.set("worker_step_seconds", result.seconds)
         self.set("optimizer_exposed_seconds", result.refresh.exposed_s)
+        if result.waited_s is not None:
+            self.set("peer_wait_seconds", result.waited_s)
         self.set("buckets", result.refresh.buckets)
         self.set("overlapped_buckets", result.refresh.overlapped_buckets)
         self.set("dispatch_imbalance_before_ratio", result.dispatch.imbalance_before)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from flatpeak.workers.errors import DataError, InputError
+from flatpeak.workers.progress import waiting
 from flatpeak.workers.vocabulary.arguments import DTYPES, SCHEDULES, Inputs, first_problem
 from flatpeak.workers.vocabulary.ring import Ring
 
@@ -106,7 +107,8 @@ def _gathered(row: Tensor, ring: Ring) -> list[list[int]]:
         rows = row.new_zeros((ring.size, row.numel()), device=_meeting_place(ring))
         rows[ring.rank] = row
         # A sum of rows that are zero elsewhere: a gather that every backend has.
-        dist.all_reduce(rows, group=ring.group)
+        with waiting():
+            dist.all_reduce(rows, group=ring.group)
         return rows.tolist()
     return [row.tolist()]
 

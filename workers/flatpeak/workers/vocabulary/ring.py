@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flatpeak.workers.errors import InputError
+from flatpeak.workers.progress import waiting
 
 Bounds = tuple[int, int]
 
@@ -29,8 +30,9 @@ class Hop:
         self._works = works
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        with waiting():
+            for work in self._works:
+                work.wait()
         self._works = ()
 
 
