@@ -14,7 +14,7 @@ from flatpeak.controller.optimizer_team import OptimizerTeam, Update
 from flatpeak.controller.ownership import Ownership
 from flatpeak.controller.placement import Placed
 from flatpeak.controller.spec import Spec
-from flatpeak.controller.waiting import Died
+from flatpeak.controller.waiting import Died, Watch
 from flatpeak.workers.arena import arena_bytes
 from flatpeak.workers.buckets import Bucket, Range
 from flatpeak.workers.errors import ClusterError, RunFailed
@@ -144,7 +144,7 @@ class World:
         *,
         mortal: Container[str] = (),
         watched: Mapping[str, Any] = MappingProxyType({}),
-        watch: object = None,
+        watch: Watch | None = None,
     ) -> dict[str, Any]:
         answers = {}
         for who, ref in refs.items():

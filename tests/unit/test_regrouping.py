@@ -231,8 +231,9 @@ def test_an_update_that_was_cut_off_is_finished_before_the_state_moves(tmp_path)
     assert source.finish(4, 0.1, 0.5).updates == 3
     for name, values in state_of(source).items():
         np.testing.assert_array_equal(values, state_of(done)[name])
-    source.remove()
-    assert not any(path.exists() for path in paths)
+    mirrors = make(tmp_path, "mirrors", cut(2, 2, 100))
+    source.remove([*mirrors, tmp_path / "of another node.arena"])
+    assert not any(path.exists() for path in (*paths, *mirrors))
 
 
 def test_arenas_that_somebody_still_writes_to_are_not_a_source(tmp_path):

@@ -170,6 +170,7 @@ class Controller:
         )
         self._regrouping = Regrouping()
         self._makes_way = False
+        self._keeps_arenas = False  # for the next life
         self._sources: list[Placed] = []  # of the state, from arenas of another cut
         self._started = False
         self._committed = 0
@@ -224,6 +225,7 @@ class Controller:
                 yield from self._start()
                 yield from self._train()
                 if self._makes_way:
+                    self._keeps_arenas = True
                     return
             except Interrupted:
                 end = "interrupted"
@@ -235,8 +237,10 @@ class Controller:
                 yield from _told(ended)
             yield from self._keep_committed(self._patience_s)
             yield event(end, step=self._committed)
-        except (ProcessLost, StateLost):
+        except (ProcessLost, StateLost) as error:
             log.exception("the run begins anew")
+            lost = isinstance(error, StateLost)
+            self._keeps_arenas = self._mirrors.wanted if lost else self._life.left is not None
             raise
         except Exception as error:
             log.exception("the run failed")
@@ -833,7 +837,7 @@ class Controller:
 
     def _teardown(self) -> None:
         """Ends what was started, however far the start came. The arenas stay for who comes next."""
-        closes = self._filled and not self._makes_way
+        closes = self._filled and not self._keeps_arenas
         closing = {
             actor.name: actor.handle.close.remote(
                 [*self._paths(self._team.ownership.of(index)).values()]

@@ -2,7 +2,8 @@
 
 Beside the arenas nothing on the host grows with the model or the context: gradients and boundaries
 are copied into them, CUDA registers them where they lie, snapshots are written from them. Between
-nodes they pass through `remote.STAGING_BYTES` for each worker and actor, which are not counted.
+nodes they pass through `remote.STAGING_BYTES` for each worker and actor, and half of that for each
+two actors of which one has mirrors of the other's arenas; these are not counted.
 """
 
 from collections.abc import Mapping, Sequence
