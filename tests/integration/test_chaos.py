@@ -27,7 +27,7 @@ from flatpeak.controller.runs import RunEvent, StepRecord, process_start
 from flatpeak.controller.spec import Spec
 from local_run import holds_state_of, train_locally
 
-KILLS = int(os.environ.get("FLATPEAK_CHAOS", "8"))
+KILLS = int(os.environ.get("FLATPEAK_CHAOS", "5"))
 RESULTS = os.environ.get("FLATPEAK_CHAOS_RESULTS")
 SEED = 2026
 MOMENTS = ("step", "update", "snapshot", "resize", "start")
