@@ -433,7 +433,7 @@ def test_a_peak_is_shown_in_a_unit_that_suits_it(peak, budget, text):
         (
             "optimizer_lost",
             {"actor": "optimizer 1", "step": 7, "reason": "step 8: optimizer 1 died"},
-            "optimizer 1 died at step 7; another takes its place",
+            "lost optimizer 1 at step 7; another takes its place",
         ),
         (
             "optimizer_replaced",

@@ -158,7 +158,7 @@ def event_line(event: RunEvent) -> str | None:
                 f"the newest is of step {detail['kept']}"
             )
         case "optimizer_lost":
-            return f"{detail['actor']} died at step {detail['step']}; another takes its place"
+            return f"lost {detail['actor']} at step {detail['step']}; another takes its place"
         case "optimizer_replaced":
             return f"{detail['actor']} replaced in {detail['seconds']:.1f} s"
         case "worker_lost":
