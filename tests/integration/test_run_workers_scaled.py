@@ -65,6 +65,9 @@ def test_losses_samples_and_rates_are_those_of_a_run_of_fixed_size(tmp_path):
         ]
         changes = [scale(driver, "--workers", "4", "--expert", "2", "--vocabulary", "1")]
         driver.wait_for(type="step")
+        driver.kill_actor("controller")  # the arenas of now, not those of before, are taken over
+        driver.wait_for(kind="controller_replaced")
+        driver.wait_for(type="step")
         changes += [scale(driver, "--workers", "1"), scale(driver, "--workers", "3")]
         last = changes[-1]["step"]
         driver.wait_for(step=last + 2)

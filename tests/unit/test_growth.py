@@ -30,6 +30,7 @@ class Cluster:
                 arena_nodes=["n0"],
                 optimizers=1,
                 mirrored=False,
+                step=0,
             )
         )
         self.growth = Growth(spec, suits=self.suits, free=lambda: self.free, clock=lambda: self.now)
@@ -76,6 +77,19 @@ def test_a_run_grows_to_its_most_workers_only(workers):
     cluster = Cluster(workers=workers)
     cluster.free["n0"] = {"CPU": 64.0}
     assert cluster.wanted_after(60) == []
+
+
+def test_a_number_that_was_refused_is_not_asked_for_again():
+    cluster = Cluster(workers=[1, 8])
+    cluster.free["n1"] = {"CPU": 64.0}
+    requests = []
+    for _ in range(60):
+        cluster.now += 1
+        if (request := cluster.growth.look(cluster.lives)) is not None:
+            requests.append(request)
+            cluster.growth.refused("of somebody else")
+            cluster.growth.refused(request.id)
+    assert [request.workers for request in requests] == [4]
 
 
 def test_room_that_comes_and_goes_is_left_alone():

@@ -16,7 +16,15 @@ from flatpeak.controller.runs import RunEvent, StepRecord, event
 from flatpeak.controller.takeover import update_under_way
 from flatpeak.controller.waiting import DEATHS_IN_A_STEP
 from flatpeak.workers.arena import sweep_stale
-from flatpeak.workers.errors import DoesNotFit, FlatpeakError, ProcessLost, RunFailed, StateLost
+from flatpeak.workers.errors import (
+    ClusterError,
+    DoesNotFit,
+    FlatpeakError,
+    ProcessLost,
+    RunFailed,
+    StateLost,
+    UpdateLost,
+)
 from flatpeak.workers.snapshot import Latest
 from local_run import tiny_spec
 from tiny_models import tiny_content
@@ -28,6 +36,7 @@ STARTED = event(
     arena_nodes=["n1", "n0", "n1"],
     optimizers=1,
     mirrored=False,
+    step=0,
 )
 ARENAS = Left("token-0", ("n0", "n1"), ("n1", "n0", "n1"))
 
@@ -37,7 +46,11 @@ def lives_of(
     alive: set[str] = set(),  # noqa: B006
     **cluster: object,
 ) -> Lives:
-    spec = tiny_spec(tiny_content("qwen3_moe"), cluster={"workers": 2, **cluster})
+    spec = tiny_spec(
+        tiny_content("qwen3_moe"),
+        cluster={"workers": 2, "address": "auto", **cluster},
+        memory={"optimizer": {"mirrors": 1 if alive else 0}},
+    )
     tokens = (f"token-{n}" for n in count())
     return Lives(
         spec,
@@ -164,9 +177,34 @@ def test_a_lost_node_whose_state_is_on_another_costs_no_step():
     told, life = after(lives, ControllerLost("it died, too"))
     assert len(life.moved) == 3
     lives.observe(step(8))
+    told, life = after(lives, ClusterError("no node in time"))
+    assert (told.kind, len(life.moved)) == ("start_failed", 3)
+    lives.observe(step(9))
     # And where the memory does not do for both, there are snapshots.
     told, life = after(lives, DoesNotFit("no room"))
     assert (told.kind, life.moved, life.left) == ("state_lost", (), None)
+
+
+def test_arenas_that_were_moved_are_left_as_others_are():
+    lives = lives_of(alive={"n1"})
+    lives.observe(replace(STARTED, detail=STARTED.detail | {"mirrored": True}))
+    _, life = after(lives, StateLost("node n0 is gone"))
+    assert (life.stale, life.spec.memory.optimizer.mirrors) == ((), 1)
+    # On one node it has no mirrors, and neither has who takes over.
+    lives.observe(event("workers_placed", device="cuda"))
+    lives.observe(replace(STARTED, detail=STARTED.detail | {"step": 4}))
+    _, life = after(lives, LOST)
+    assert (life.moved, life.left, life.stale) == (
+        (),
+        replace(ARENAS, token="token-1"),
+        ("token-0",),
+    )
+    assert (life.spec.memory.optimizer.mirrors, life.device) == (0, "cuda")
+    # Who begins from a snapshot has those that the job asks for.
+    told, life = after(lives, UpdateLost("steps.jsonl does not say with what"))
+    assert (told.kind, told.detail["redone_steps"]) == ("state_lost", 4)
+    assert (life.left, life.moved, life.spec.memory.optimizer.mirrors) == (None, (), 1)
+    assert life.stale == ("token-0", "token-1", "token-2")
 
 
 def test_deaths_end_the_run_only_when_it_does_not_come_on():
@@ -203,7 +241,7 @@ def test_an_update_under_way_is_that_of_the_last_record(versions, last, update):
 
 @pytest.mark.parametrize("last", [None, step(4)])
 def test_an_update_without_its_record_cannot_be_finished(last):
-    with pytest.raises(StateLost, match=r"in the update of step 5, and steps.jsonl does not"):
+    with pytest.raises(UpdateLost, match=r"in the update of step 5, and steps.jsonl does not"):
         update_under_way({4, 5}, last, 0.5)
 
 

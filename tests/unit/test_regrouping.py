@@ -14,7 +14,7 @@ from flatpeak.controller.runs import event
 from flatpeak.controller.spec import ClusterSpec
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.buckets import Bucket, Range, Shard, cut_buckets
-from flatpeak.workers.errors import ClusterError, RunFailed, StateLost, WaitTimeout
+from flatpeak.workers.errors import ClusterError, ProcessLost, RunFailed, StateLost, WaitTimeout
 from flatpeak.workers.optimizer import AdamW, OptimizerCore
 from flatpeak.workers.snapshot import Latest, restore
 from flatpeak.workers.state_source import Held, StateReader, StateSource
@@ -86,13 +86,19 @@ def moving_lives() -> Lives:
     )
     lives.observe(
         event(
-            "started", worker_nodes=["n0", "n0"], arena_nodes=["n0"], optimizers=1, mirrored=False
+            "started",
+            worker_nodes=["n0", "n0"],
+            arena_nodes=["n0"],
+            optimizers=1,
+            mirrored=False,
+            step=0,
         )
     )
     assert not lives.move()
     lives.want(Regroup("request", tiny_spec(config, cluster={"workers": 4})))
     assert not lives.move()  # the run ended before it came to that
-    lives.observe(event("workers_leaving", step=3))
+    lives.want(Regroup("refused", tiny_spec(config, cluster={"workers": 8})))
+    lives.observe(event("workers_leaving", step=3, for_request="request"))
     assert lives.move()
     return lives
 
@@ -105,7 +111,7 @@ def test_the_next_life_takes_the_state_out_of_the_arenas_of_the_one_before():
     life = lives.life
     assert (life.spec.cluster.workers, life.token, life.generation) == (4, "token-1", 1)
     assert (life.left, life.moved) == (None, FILES)
-    assert (life.inherits, lives.moving, lives.arenas) == (True, True, "token-0")
+    assert (life.inherits, lives.moving, lives.arenas) == (True, "request", "token-0")
     started = event(
         "started",
         worker_nodes=["n0"] * 4,
@@ -119,8 +125,34 @@ def test_the_next_life_takes_the_state_out_of_the_arenas_of_the_one_before():
     [told] = lives.moved(started)
     assert (told.kind, told.detail["before"], told.detail["after"]) == ("workers_scaled", 2, 4)
     assert (told.detail["request"], told.detail["copied_bytes"]) == ("request", 120)
-    assert (lives.moving, lives.arenas) == (False, "token-1")
+    assert (lives.moving, lives.arenas) == (None, "token-1")
     assert [*lives.moved(started)] == []
+    # From now on it is like any other.
+    assert not lives.move()
+    [told] = lives.go_on(ControllerLost("it died"))
+    assert lives.life.moved == ()
+    assert lives.life.left is not None
+    assert lives.life.left.token == "token-1"
+
+
+def test_a_controller_that_dies_as_it_makes_way_has_not_made_way():
+    lives = moving_lives()
+    lives.observe(
+        event(
+            "started",
+            worker_nodes=["n0"] * 4,
+            arena_nodes=["n0"],
+            optimizers=1,
+            mirrored=False,
+            step=3,
+        )
+    )
+    [*_] = lives.moved(event("started", step=3, parameters=10))
+    lives.want(Regroup("again", tiny_spec(tiny_content("qwen3_moe"), cluster={"workers": 2})))
+    lives.observe(event("workers_leaving", step=5, for_request="again"))
+    [told] = lives.go_on(ControllerLost("it died"))
+    assert told.kind == "controller_lost"
+    assert not lives.move()
 
 
 def test_a_death_on_the_way_begins_the_move_again():
@@ -128,7 +160,14 @@ def test_a_death_on_the_way_begins_the_move_again():
     [told] = lives.go_on(ControllerLost("it died"))
     assert told.kind == "controller_lost"
     assert (lives.life.spec.cluster.workers, lives.life.moved) == (4, FILES)
-    assert lives.moving
+    assert lives.moving == "request"
+    [told] = lives.go_on(ProcessLost("optimizer 0 died"))
+    assert told.kind == "start_failed"
+    # The third is the last, and the workers of before come back.
+    [told] = lives.go_on(ProcessLost("optimizer 0 died"))
+    assert (told.kind, told.detail["request"]) == ("scaling_refused", "request")
+    assert (lives.life.spec.cluster.workers, lives.life.moved) == (2, ())
+    assert lives.life.left is not None
 
 
 @pytest.mark.parametrize("error", [ClusterError("no room"), StateLost("node n0 is gone")])

@@ -94,6 +94,26 @@ def test_a_driver_that_does_not_look_is_named_and_the_request_taken_back(tmp_pat
         assert take_request(folder) is None
 
 
+def test_the_request_of_somebody_else_is_not_taken_back(tmp_path):
+    with new_folder(tmp_path) as folder:
+        other = ScaleRequest(id="b", workers=3)
+        seen: list[ScaleRequest | None] = []
+
+        def take_and_put() -> None:
+            while (taken := take_request(folder)) is None:
+                time.sleep(0.01)
+            seen.append(taken)
+            put_request(folder, other)
+
+        driver = threading.Thread(target=take_and_put)
+        driver.start()
+        with pytest.raises(WaitTimeout, match="the request is under way"):
+            scale_run(folder, ScaleRequest(id="a", optimizers=3), timeout_s=1)
+        driver.join()
+        assert seen == [ScaleRequest(id="a", optimizers=3)]
+        assert take_request(folder) == other
+
+
 def test_a_request_that_was_taken_and_not_answered_is_said_to_be_under_way(tmp_path):
     with (
         new_folder(tmp_path) as folder,

@@ -50,6 +50,7 @@ from flatpeak.controller.placement import (
     arenas_beside,
     arenas_for,
     free_cpus,
+    living_nodes,
     living_runs,
     optimizer_homes,
     optimizer_homes_again,
@@ -111,6 +112,7 @@ from flatpeak.workers.update_split import DeviceRates, assign_updates, split_upd
 
 _GRACE_S = 60.0
 _CLOSE_S = 5.0
+_ABOUT_TO_CHANGE = "the workers are about to change; ask again when they have"
 
 log = logging.getLogger("flatpeak")
 
@@ -190,6 +192,8 @@ class Controller:
     def scale(self, request: str, optimizers: int) -> str | None:
         """Asks for so many optimizer actors, which an event with `request` will tell the end of;
         the reason where that is refused."""
+        if self._regrouping.due() is not None:
+            return _ABOUT_TO_CHANGE
         return self._scaling.ask(request, optimizers)
 
     def regroup(self, request: str, spec: Spec) -> str | None:
@@ -203,7 +207,10 @@ class Controller:
         if (reason := self._scaling.closed) is not None:
             return reason
         nodes = first_of_nodes(self._optimizers)
-        rooms = self._ask(nodes, "looking at the host memory", "host_room")
+        try:
+            rooms = self._ask(nodes, "looking at the host memory", "host_room")
+        except (Died, Interrupted, RunFailed) as error:
+            return f"the optimizer actors could not be asked for room ({error!r}); ask again"
         planned = planned_host_bytes(self._kept, self._kept_homes)
         free_bytes = {actor.node: rooms[actor.name].nbytes for actor in nodes}
         if (reason := too_little_room(planned, free_bytes)) is not None:
@@ -239,8 +246,8 @@ class Controller:
             yield event(end, step=self._committed)
         except (ProcessLost, StateLost) as error:
             log.exception("the run begins anew")
-            lost = isinstance(error, StateLost)
-            self._keeps_arenas = self._mirrors.wanted if lost else self._life.left is not None
+            # Those that a life makes while it starts are worth nothing, but it may have found some.
+            self._keeps_arenas = isinstance(error, StateLost) or self._life.left is not None
             raise
         except Exception as error:
             log.exception("the run failed")
@@ -258,7 +265,8 @@ class Controller:
     def _start(self) -> Iterator[Event]:
         spec, left = self.spec, self._life.left
         times = [time.perf_counter()]
-        device = self._device = pick_device(spec)
+        # Lives after the first wait for devices, as for all else that may come back.
+        device = self._device = self._life.device or pick_device(spec)
         workers = count(spec.cluster.workers, "worker")
         yield event("starting", what=f"placing {workers} and starting them")
         nodes = left.worker_nodes if left else ()
@@ -422,6 +430,8 @@ class Controller:
         actors, arenas = self._optimizers, self._kept
         living = [run for run in living_runs() if run != self.spec.run or self._life.moved]
         self._ask([*self._workers, *actors], "start of the actors", "sweep", living)
+        for token in self._life.stale:  # of this run, which is among the living while it moves
+            sweep_nodes(self.spec, sorted(living_nodes()), token)
         planned = planned_host_bytes(arenas, self._kept_homes, regions, self._workers)
         rooms = self._ask(first_of_nodes(actors), "looking at the host memory", "host_room")
         check_host_bytes(planned, actors, rooms)
@@ -639,10 +649,14 @@ class Controller:
 
     def _make_way(self) -> Iterator[Event]:
         """Ends with all state in the arenas, at one step, for the next life to take over."""
-        self._scaling.close("the workers are about to change")
+        regroup = self._regrouping.due()
+        assert regroup is not None
+        refused = self._scaling.close(_ABOUT_TO_CHANGE)
+        if refused is not None and refused.request != AUTO:
+            yield from _told(refused)
         yield from self._settle(self._patience_s)
         self._makes_way = True
-        yield event(LEAVING, step=self._committed)
+        yield event(LEAVING, step=self._committed, for_request=regroup.request)
 
     def _step(self, step: int) -> Generator[Event, None, dict[str, Any]]:
         """Forward and backward of `step` and the end of the update before it; the answers."""

@@ -35,6 +35,7 @@ class Growth:
         self._allowed = allowed_workers(asked, suits)
         self._room = RoomForWorkers(self._settings, clock=clock)
         self._next = 0.0
+        self._asked: dict[str, int] = {}
 
     def look(self, lives: Lives) -> ScaleRequest | None:
         """What to ask for now, if anything; what is asked for is not asked for again before there
@@ -53,4 +54,11 @@ class Growth:
         if decision.wanted is None:
             return None
         self._room = RoomForWorkers(self._settings, clock=self._clock)
-        return ScaleRequest(workers=decision.wanted)
+        request = ScaleRequest(workers=decision.wanted)
+        self._asked[request.id] = decision.wanted
+        return request
+
+    def refused(self, request: str) -> None:
+        """If it was one of these, so many are not asked for again: each try stops the training."""
+        workers = self._asked.pop(request, None)
+        self._allowed = tuple(allowed for allowed in self._allowed if allowed != workers)

@@ -125,8 +125,10 @@ def train(spec: Spec, on_event: Callable[[Event], None]) -> Summary:
     Raises FlatpeakError when it cannot, KeyboardInterrupt when SIGINT or SIGTERM ended it early;
     what was committed until then is in the last snapshot. A second signal does not wait for that.
     """
-    # First: what dead runs left takes the room of this one.
-    sweep_stale(node_path(spec.cluster.shm_dir))
+    # First: what dead runs left takes the room of this one. In a cluster those who know which runs
+    # live there do it.
+    if spec.cluster.address == "local":
+        sweep_stale(node_path(spec.cluster.shm_dir))
     resume = snapshot_to_resume(spec, runs_folder(spec.runs_dir) / spec.run)
     asked, spec = spec, resolve(spec, resume)
     with ExitStack() as after, StopSignals() as signals, RunFolder.create(spec) as folder:
@@ -203,6 +205,11 @@ class _Follower:
         self._steps: list[StepRecord] = []
         self._kinds: set[str] = set()
         self._began = time.time()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has told how it ends."""
+        return bool(self._kinds & {"finished", "interrupted"})
 
     @property
     def finished(self) -> bool:
@@ -295,17 +302,18 @@ def _supervise(
                 if not lives.move():
                     return
             except FlatpeakError as error:
-                if signals.count and not lives.settled:
+                if follower.ended:  # all was done but the end of the processes
+                    return
+                if signals.count and not lives.settled and not lives.life.inherits:
                     raise KeyboardInterrupt from None
-                if not lives.moving:
-                    requests.abandon()
+                requests.abandon(but=lives.moving)
                 release_group_of(spec.run, dead)
                 for happened in lives.go_on(error):
                     follower(happened)
                     requests.observe(happened)
                 held.hold(lives.arenas)
-                if dead != lives.arenas:
-                    remove_arenas(spec.cluster.shm_dir, spec.run, dead)
+                for token in lives.life.stale:
+                    remove_arenas(spec.cluster.shm_dir, spec.run, token)
 
 
 def _follow(
@@ -381,7 +389,7 @@ class _Requests:
 
     def serve(self, controller: Any) -> None:
         """From now on they are for this controller."""
-        self._controller = controller
+        self._controller, self._asked = controller, None
 
     def look(self) -> None:
         if self._asked is None:
@@ -421,14 +429,15 @@ class _Requests:
         if isinstance(happened, RunEvent):
             self._owed.discard(happened.detail.get("request", ""))
 
-    def abandon(self) -> None:
-        """The controller is gone, and what it was asked for with it."""
+    def abandon(self, *, but: str | None) -> None:
+        """The controller is gone, and what it was asked for with it, `but` for one request."""
         self._asked = None
-        for request in sorted(self._owed):
+        for request in sorted(self._owed - {but}):
             self._refuse(request, "the controller ended while it was at it; ask again")
 
     def _refuse(self, request: str, reason: str) -> None:
         self._owed.discard(request)
+        self._growth.refused(request)
         self._follower(event(REFUSED, request=request, reason=reason))
 
 
@@ -442,7 +451,7 @@ def _start_controller(life: Life, folder: RunFolder) -> Any:
     serving = serving_of(spec.metrics)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(Controller).options(
-        name=f"flatpeak-{spec.run}", num_cpus=0, max_concurrency=2, scheduling_strategy=here
+        name=f"flatpeak-{spec.run}", num_cpus=0, max_concurrency=3, scheduling_strategy=here
     )
     deadline = time.monotonic() + _NAME_FREE_S
     while True:

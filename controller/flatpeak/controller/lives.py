@@ -18,7 +18,15 @@ from flatpeak.controller.runs import Event, RunEvent, StepRecord, event
 from flatpeak.controller.scale_requests import DONE, REFUSED
 from flatpeak.controller.spec import ClusterSpec, Spec
 from flatpeak.controller.waiting import DEATHS_IN_A_STEP
-from flatpeak.workers.errors import FlatpeakError, ProcessLost, RunFailed, StateLost
+from flatpeak.workers.errors import (
+    ClusterError,
+    DoesNotFit,
+    FlatpeakError,
+    ProcessLost,
+    RunFailed,
+    StateLost,
+    UpdateLost,
+)
 from flatpeak.workers.snapshot import Latest, find_latest
 
 STATE_BYTES = 12
@@ -83,7 +91,8 @@ class Life:
 
     `spec` has its degrees resolved, and as many optimizer actors as the life before had in the end.
     `token` marks what this life makes in names that all lives and runs share, `generation` is the
-    first one of its workers.
+    first one of its workers. Arenas with a token that is `stale` are of no more use. `device` is
+    that of the lives before.
     """
 
     spec: Spec
@@ -93,6 +102,8 @@ class Life:
     snapshot: Path | None = None
     left: Left | None = None
     moved: tuple[ArenaFile, ...] = ()
+    stale: tuple[str, ...] = ()
+    device: str | None = None
 
     @property
     def inherits(self) -> bool:
@@ -120,12 +131,13 @@ class Lives:
         """Of all lives so far, each of which may have left something."""
         self.settled = False
         """Whether this life has state of its own, in arenas."""
-        self.devices: dict[str, float] = {}
-        """What a worker takes of them."""
+        self._mirrors = spec.memory.optimizer.mirrors
         self._left: Left | None = None
-        self._wanted: Regroup | None = None
+        self._wanted: dict[str, Regroup] = {}  # by request
+        self._change: Regroup | None = None  # the one that is carried out
+        self._failures = 0  # of that
         self._before: tuple[Spec, float] | None = None  # while the workers change, and since when
-        self._leaving = False
+        self._leaving: str | None = None  # for which request
         self._optimizers = spec.cluster.optimizers
         self._step = 0
         self._deaths: Counter[int] = Counter()
@@ -134,6 +146,11 @@ class Lives:
     def arenas(self) -> str | None:
         """The token of those that hold the state; None before there are any."""
         return None if self._left is None else self._left.token
+
+    @property
+    def devices(self) -> dict[str, float]:
+        """What a worker takes of them."""
+        return {"GPU": 1.0} if self.life.device == "cuda" else {}
 
     @property
     def nodes(self) -> set[str]:
@@ -150,10 +167,11 @@ class Lives:
             nodes = tuple(detail["worker_nodes"]), tuple(detail["arena_nodes"])
             self._left = Left(self.life.token, *nodes, mirrored=detail["mirrored"])
             self._optimizers = detail["optimizers"]
+            self._step = detail["step"]
         elif happened.kind == "workers_placed":
-            self.devices = {"GPU": 1.0} if detail["device"] == "cuda" else {}
+            self.life = replace(self.life, device=detail["device"])
         elif happened.kind == LEAVING:
-            self._leaving = True
+            self._leaving = detail["for_request"]
         elif happened.kind == DONE:
             self._optimizers = detail["after"]
         elif happened.kind == "workers_replaced":
@@ -167,15 +185,18 @@ class Lives:
         a node, and when that comes again and again in the same step. When other workers cannot be
         had, the next life has those of before.
         """
-        if self._before is not None and not isinstance(error, ControllerLost | ProcessLost):
-            yield self._refuse(str(error))
-            self._begin(self._before[0], left=self._left)
-            self._before = None
-            return
+        dead = isinstance(error, ControllerLost | ProcessLost)
         unmoved = bool(self.life.moved) and not self.settled
-        if not isinstance(error, ControllerLost | StateLost | ProcessLost) and not unmoved:
+        if self._before is not None:
+            self._failures += 1
+            if not dead or self._failures >= DEATHS_IN_A_STEP:
+                yield self._refuse(str(error))
+                spec, self._before = self._before[0], None
+                self._begin(spec, left=self._left)
+                return
+        elif not dead and not isinstance(error, StateLost) and not unmoved:
             raise error
-        self._deaths[self._step] += 1
+        self._deaths[self._step] += self._before is None
         if self._deaths[self._step] >= DEATHS_IN_A_STEP:
             raise RunFailed(
                 f"the run had to begin anew {self._deaths[self._step]} times after step "
@@ -183,15 +204,16 @@ class Lives:
             )
         if isinstance(error, ControllerLost):
             yield event("controller_lost", step=self._step, reason=str(error))
-        elif isinstance(error, ProcessLost):
+        elif dead or isinstance(error, ClusterError):  # a node may come back
             yield event("start_failed", step=self._step, reason=str(error))
-        elif isinstance(error, StateLost) and (files := self._survivors()):
+        elif not isinstance(error, UpdateLost | DoesNotFit) and (files := self._survivors()):
             yield event("node_lost", step=self._step, reason=str(error))
             self._begin(self.life.spec, moved=files)
             return
         else:
+            unmoved = False
             yield self._back_to_snapshot(error)
-        if self.life.moved and self._left is not None:
+        if unmoved:
             self._begin(self.life.spec, moved=self.life.moved)
         else:
             self._begin(self.life.spec, left=self._left)
@@ -221,9 +243,15 @@ class Lives:
         cluster = spec.cluster.model_copy(
             update={"optimizers": self._optimizers, "max_optimizers": _arenas(spec.cluster)}
         )
+        mirrors = self._mirrors if left is None else int(left.mirrored)
+        optimizer = spec.memory.optimizer.model_copy(update={"mirrors": mirrors})
+        memory = spec.memory.model_copy(update={"optimizer": optimizer})
+        kept = None if self._left is None else self._left.token
+        self._leaving = None
         self.life = replace(
             self.life,
-            spec=spec.model_copy(update={"cluster": cluster}),
+            spec=spec.model_copy(update={"cluster": cluster, "memory": memory}),
+            stale=tuple(token for token in self.tokens if token != kept),
             token=self._new_token(),
             number=self.life.number + 1,
             generation=self.life.generation + 1,
@@ -236,35 +264,36 @@ class Lives:
     # Other workers
 
     def want(self, regroup: Regroup) -> None:
-        """What the present life was asked for; if it makes way for that, the next one has it."""
-        self._wanted = regroup
+        """What the present life is asked for; if it makes way for that, the next one has it."""
+        self._wanted[regroup.request] = regroup
 
     @property
-    def moving(self) -> bool:
-        """Whether the present life was to have other workers, and has not got that far."""
-        return self._before is not None
+    def moving(self) -> str | None:
+        """The request for other workers that the present life is to have, and has not yet."""
+        assert self._before is None or self._change is not None
+        return None if self._before is None or self._change is None else self._change.request
 
     def move(self) -> bool:
         """Whether the life that ended made way for another, which `life` then is."""
-        if not self._leaving:
+        if self._leaving is None:
             return False
-        assert self._wanted is not None
         assert self._left is not None
-        self._leaving = False
+        self._change, self._failures = self._wanted[self._leaving], 0
+        self._wanted = {}
         self._before = self.life.spec, time.monotonic()
-        self._begin(self._wanted.spec, moved=self._left.files(self.life.spec.run))
+        self._begin(self._change.spec, moved=self._left.files(self.life.spec.run))
         return True
 
     def moved(self, started: RunEvent) -> Iterator[RunEvent]:
         """Tells of the change once it is done."""
         if self._before is None or started.kind != STARTED:
             return
-        assert self._wanted is not None
+        assert self._change is not None
         (before, began), self._before = self._before, None
         now = self.life.spec
         yield event(
             REGROUPED,
-            request=self._wanted.request,
+            request=self._change.request,
             step=started.detail["step"],
             before=before.cluster.workers,
             after=now.cluster.workers,
@@ -274,8 +303,8 @@ class Lives:
         )
 
     def _refuse(self, reason: str) -> RunEvent:
-        assert self._wanted is not None
-        return event(REFUSED, request=self._wanted.request, reason=reason)
+        assert self._change is not None
+        return event(REFUSED, request=self._change.request, reason=reason)
 
 
 def _arenas(cluster: ClusterSpec) -> int | None:

@@ -82,11 +82,11 @@ def scale_run(folder: RunFolder, request: ScaleRequest, *, timeout_s: float) -> 
             if happened.detail.get("request") == request.id:
                 return _granted(happened)
         if ended:
-            _take_back(folder)
+            _take_back(folder, request)
             raise RunFailed(f"the run {info.run} ended ({folder.info.seen_state}) before it scaled")
         if time.monotonic() > deadline:
             stands = "was not looked at and is taken back"
-            if not _take_back(folder):
+            if not _take_back(folder, request):
                 stands = "is under way, and flatpeak watch will show its end"
             raise WaitTimeout(
                 f"process {info.pid} on {info.host}, which drives the run {info.run}, did not get "
@@ -131,10 +131,13 @@ def _granted(happened: RunEvent) -> RunEvent:
     return happened
 
 
-def _take_back(folder: RunFolder) -> bool:
+def _take_back(folder: RunFolder, request: ScaleRequest) -> bool:
+    path = _path(folder)
     try:
-        _path(folder).unlink()
-    except FileNotFoundError:
+        if _REQUEST.validate_json(path.read_bytes()) != request:
+            return False  # it was taken, and this is another one
+        path.unlink()
+    except (FileNotFoundError, ValidationError):
         return False
     return True
 

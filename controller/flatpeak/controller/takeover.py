@@ -2,7 +2,7 @@
 
 from flatpeak.controller.optimizer_team import Update
 from flatpeak.controller.runs import StepRecord
-from flatpeak.workers.errors import StateLost
+from flatpeak.workers.errors import UpdateLost
 from flatpeak.workers.gradients import clipping_factor
 
 
@@ -12,7 +12,7 @@ def update_under_way(
     """The last update that was asked of arenas whose buckets have these `versions`.
 
     Where all have the same one it is done. Else some have the one after, and the update has begun:
-    its step's record was written before, and `last` is that one. Raises StateLost when it is not,
+    its step's record was written before, and `last` is that one. Raises UpdateLost when it is not,
     because a full disk did not take it.
     """
     lowest, highest = min(versions), max(versions)
@@ -20,7 +20,7 @@ def update_under_way(
         return Update(highest, 0.0, None)
     assert highest == lowest + 1, f"buckets have versions {sorted(versions)}"
     if last is None or last.step != highest:
-        raise StateLost(
+        raise UpdateLost(
             f"the controller died in the update of step {highest}, and steps.jsonl does not say "
             "with what, since its disk was full"
         )

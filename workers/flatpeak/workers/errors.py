@@ -13,6 +13,7 @@ FlatpeakError
     ├── ProcessLost
     ├── SnapshotFailed
     ├── StateLost
+    │   └── UpdateLost
     └── WaitTimeout
 
 Every message says what happened with its numbers, and which setting mends it. The constructors take
@@ -70,6 +71,10 @@ class ProcessLost(RunFailed):
 
 class StateLost(RunFailed):
     """A node is gone, and arenas in its memory with it."""
+
+
+class UpdateLost(StateLost):
+    """The arenas are there, but not with what the update that they are in could be finished."""
 
 
 class WaitTimeout(RunFailed, TimeoutError):
