@@ -158,6 +158,7 @@ class Controller:
         self._team.others = lambda: self._crew.mortal
         self._heartbeats = self._heartbeats_of(lambda: [*self._workers, *self._optimizers])
         self._optimizer_heartbeats = self._heartbeats_of(lambda: self._optimizers)
+        self._team.watch = self._optimizer_heartbeats
         self._scaling = Scaling(
             self._optimizers,
             capacity=self._capacity,

@@ -60,7 +60,7 @@ class OptimizerTeam:
     one lies. `successor` starts an actor in the place of a dead one, which has `start_timeout_s` to
     attach. `updates`, `parts` and `links` are the answers under way, by who gives them: of the last
     update, of the snapshot after it, and of `serve`. `others` are no actors of the team, and
-    whoever waits for them replaces them.
+    whoever waits for them replaces them. `watch` finds actors that hang.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class OptimizerTeam:
         self.ownership = Ownership()
         self.links: dict[str, Any] = {}
         self.others: Callable[[], Set[str]] = frozenset
+        self.watch: Watch | None = None
         self._moves: dict[str, Any] = {}
         self._leaving: set[str] = set()
         self._served: Mapping[int, list[int]] = {}
@@ -164,7 +165,7 @@ class OptimizerTeam:
             actor.name: getattr(actor.handle, method).remote(given) for actor, given in asked
         }
         longest = self._start_timeout_s if timeout_s is None else timeout_s
-        answers = yield from self.gather(what, longest, self._moves)
+        answers = yield from self.gather(what, longest, self._moves, watch=self.watch)
         self._moves = {}
         replaced = {actor.name for actor, _ in asked if actor not in self.actors}
         return {who: None if who in replaced else answer for who, answer in answers.items()}
