@@ -1,6 +1,8 @@
 """A Ray of several nodes on this machine, each with an arena folder of its own."""
 
+import gc
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,8 +46,8 @@ def ray_nodes(folder: Path, cores: Sequence[int]) -> Iterator[Nodes]:
     before = {name: os.environ.get(name) for name in (*changed, "RAY_AUTH_MODE")}
     os.environ.update(changed)
     cluster = Cluster()
+    handles: list[Any] = []
     try:
-        handles = []
         for own, count in zip(folders, cores, strict=True):
             own.mkdir()
             os.environ[SHM] = str(own)
@@ -58,6 +60,12 @@ def ray_nodes(folder: Path, cores: Sequence[int]) -> Iterator[Nodes]:
         yield Nodes(cluster, folders, handles)
     finally:
         cluster.shutdown()
+        with warnings.catch_warnings():
+            # Ray leaves a socket to the garbage collector, which would tell of it in another test.
+            warnings.simplefilter("ignore", ResourceWarning)
+            handles.clear()
+            cluster.__dict__.clear()
+            gc.collect()
         for name, value in before.items():
             os.environ.pop(name, None)
             os.environ.update({} if value is None else {name: value})
