@@ -13,7 +13,7 @@ import pytest
 from flatpeak.controller.controller import Controller
 from flatpeak.controller.lives import Life
 from flatpeak.controller.optimizer_team import Update
-from flatpeak.controller.placement import Placed
+from flatpeak.controller.placement import NodeWatch, Placed
 from flatpeak.controller.runs import RunEvent
 from flatpeak.workers.boundaries import BoundaryStats
 from flatpeak.workers.dispatch import DispatchReport
@@ -107,6 +107,7 @@ def controller_of(
     worker = SimpleNamespace(step=SimpleNamespace(remote=result))
     controller._workers.append(Placed("worker 0", worker, "node"))
     controller._sizes, controller._arenas = run.sizes, (None,)  # pyright: ignore[reportAttributeAccessIssue]
+    controller._watch = NodeWatch(alive=set, draining=set)
     controller._team = team = Team(run, fails)  # pyright: ignore[reportAttributeAccessIssue]
     return controller, team
 
