@@ -22,8 +22,8 @@ from flatpeak.controller.autoscaling import (
     wanted_workers,
 )
 from flatpeak.controller.ownership import HeldArena, assign_arenas, slowest
-from flatpeak.controller.placement import Placed
-from flatpeak.controller.scaling import Refused, Scaling, home_of
+from flatpeak.controller.placement import Placed, home_of
+from flatpeak.controller.scaling import Refused, Scaling
 from flatpeak.controller.spec import AutoscaleSpec
 from flatpeak.workers.update_report import UpdateReport
 

@@ -241,8 +241,7 @@ class Controller:
                 if not self._started:
                     raise ProcessLost(str(death.cause)) from None
                 raise death.cause from None
-            if (ended := self._scaling.close("the run ended first")) and ended.request != AUTO:
-                yield from _told(ended)
+            yield from self._close_scaling("the run ended first")
             yield from self._keep_committed(self._patience_s)
             yield event(end, step=self._committed)
         except (ProcessLost, StateLost) as error:
@@ -652,9 +651,7 @@ class Controller:
         """Ends with all state in the arenas, at one step, for the next life to take over."""
         regroup = self._regrouping.due()
         assert regroup is not None
-        refused = self._scaling.close(_ABOUT_TO_CHANGE)
-        if refused is not None and refused.request != AUTO:
-            yield from _told(refused)
+        yield from self._close_scaling(_ABOUT_TO_CHANGE)
         yield from self._settle(self._patience_s)
         self._makes_way = True
         yield event(LEAVING, step=self._committed, for_request=regroup.request)
@@ -709,6 +706,12 @@ class Controller:
             start_seconds=start_seconds,
             seconds=time.perf_counter() - began,
         )
+
+    def _close_scaling(self, reason: str) -> Iterator[Event]:
+        """Tells who had asked for what is given up; nobody had asked for what came by itself."""
+        refused = self._scaling.close(reason)
+        if refused is not None and refused.request != AUTO:
+            yield from _told(refused)
 
     def _capacity(self) -> Capacity:
         cluster = self.spec.cluster

@@ -213,7 +213,7 @@ def optimizer_homes_again(spec: Spec, left: Left) -> list[str]:
     if spec.cluster.optimizer_placement == "anywhere":
         return [*left.arena_nodes]  # each actor owns the arena of its number
     nodes = sorted(set(left.worker_nodes))
-    return [nodes[index % len(nodes)] for index in range(spec.cluster.optimizers)]
+    return [home_of(index, nodes) for index in range(spec.cluster.optimizers)]
 
 
 def start_optimizers(
@@ -249,12 +249,28 @@ def arena_homes(spec: Spec, workers: Sequence[Placed], optimizers: Sequence[Plac
     if spec.cluster.optimizer_placement == "anywhere":
         return [actor.node for actor in optimizers]
     nodes = worker_nodes(workers)
-    return [nodes[number % len(nodes)] for number in range(spec.cluster.arenas)]
+    return [home_of(number, nodes) for number in range(spec.cluster.arenas)]
+
+
+def home_of(index: int, nodes: Sequence[str]) -> str:
+    """Of the optimizer actor of this index, or the arena of this number, in turn over `nodes`."""
+    return nodes[index % len(nodes)]
 
 
 def worker_nodes(workers: Sequence[Placed]) -> list[str]:
     """The nodes with workers. Optimizer actors beside them are on these in turn, by index."""
     return sorted({worker.node for worker in workers})
+
+
+def living_nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def draining_nodes() -> set[str]:
+    """Those that Ray was told to take out: by the autoscaler, or by `ray drain-node`."""
+    # Nothing public says so; Ray Serve asks in the same way.
+    client = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)  # pyright: ignore
+    return set(client.get_draining_nodes(timeout=_DRAINING_S))
 
 
 class NodeWatch:
@@ -264,8 +280,8 @@ class NodeWatch:
     def __init__(
         self,
         *,
-        alive: Callable[[], set[str]] = lambda: living_nodes(),
-        draining: Callable[[], set[str]] = lambda: draining_nodes(),
+        alive: Callable[[], set[str]] = living_nodes,
+        draining: Callable[[], set[str]] = draining_nodes,
         every_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -291,17 +307,6 @@ class NodeWatch:
             self._next_notice = self._clock() + self._every_s
             self._noticed = self._draining() & set(needed)
         return self._noticed
-
-
-def living_nodes() -> set[str]:
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-
-
-def draining_nodes() -> set[str]:
-    """Those that Ray was told to take out: by the autoscaler, or by `ray drain-node`."""
-    # Nothing public says so; Ray Serve asks in the same way.
-    client = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)  # pyright: ignore
-    return set(client.get_draining_nodes(timeout=_DRAINING_S))
 
 
 def living_runs() -> list[str]:
@@ -332,7 +337,7 @@ def homes_beside(
             f"{len(nodes)}, not {cluster.optimizers}; or set cluster.optimizer_placement to "
             "anywhere"
         )
-    homes = [nodes[index % len(nodes)] for index in range(cluster.optimizers)]
+    homes = [home_of(index, nodes) for index in range(cluster.optimizers)]
     for node, count in Counter(homes).items():
         _check_cores(cluster, node, workers[node], count, cores.get(node, 0.0))
     return homes

@@ -17,13 +17,8 @@ from ray.exceptions import ActorAlreadyExistsError, RayError
 
 from flatpeak.controller.host_plan import PlannedArena
 from flatpeak.controller.ownership import Ownership
-from flatpeak.controller.placement import Placed, release
+from flatpeak.controller.placement import Placed, home_of, release
 from flatpeak.controller.waiting import Answers, describe
-
-
-def home_of(actor: int, nodes: Sequence[str]) -> str:
-    """Where an optimizer actor that joins lives, of the nodes with workers in order."""
-    return nodes[actor % len(nodes)]
 
 
 @dataclass(frozen=True)
