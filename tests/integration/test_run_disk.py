@@ -28,7 +28,8 @@ def mounted(folder: Path, nbytes: int) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        # Lazily: the mount goes at once, also when a failed test left a file on it open.
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill(path: Path) -> None:

@@ -75,7 +75,8 @@ def test_losses_samples_and_rates_are_those_of_a_run_of_fixed_size(tmp_path):
         ended = driver.end()
         assert driver.left() == []
         assert [list(folder.iterdir()) for folder in nodes.folders] == [[], []]
-    assert (ended.code, ended.err) == (130, "")
+    assert ended.code == 130, ended.err
+    assert "Traceback" not in ended.err  # Ray itself may say there that the controller died
     for text, reason in zip(
         refused,
         (
