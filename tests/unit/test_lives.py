@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RpcError
 
 from flatpeak.controller.leftovers import HeldArenas, remove_arenas
 from flatpeak.controller.lives import ControllerLost, Left, Life, Lives
@@ -218,11 +219,29 @@ def test_deaths_end_the_run_only_when_it_does_not_come_on():
         after(lives, LOST)
 
 
-def test_what_another_life_would_not_mend_is_raised():
+@pytest.mark.parametrize("settled", [False, True], ids=["at its start", "with arenas"])
+def test_what_another_life_would_not_mend_is_raised(settled):
+    lives = lives_of()
+    if settled:
+        lives.observe(STARTED)
     error = RunFailed("step 3: worker 0 raised")
     with pytest.raises(RunFailed) as caught:
-        after(lives_of(), error)
+        after(lives, error)
     assert caught.value is error
+
+
+def test_arenas_that_wait_to_be_taken_over_are_not_given_up_at_once():
+    lives = lives_of()
+    lives.observe(STARTED)
+    after(lives, LOST)
+    told, life = after(lives, ClusterError("2 workers were not placed within 60 s"))
+    assert (told.kind, life.left, lives.arenas) == ("start_failed", ARENAS, "token-0")
+    with pytest.raises(RunFailed, match="had to begin anew 3 times after step 0, last since 2 w"):
+        after(lives, ClusterError("2 workers were not placed within 60 s"))
+    # Once they are, the run is as any other.
+    lives.observe(event("controller_replaced", generation=3, step=0))
+    with pytest.raises(ClusterError):
+        after(lives, ClusterError("the network is down"))
 
 
 @pytest.mark.parametrize(
@@ -276,6 +295,23 @@ def test_a_node_that_is_to_go_is_noticed_if_it_is_of_the_run():
     now[0] = 12.0
     assert watch.notices(["n0", "n1"]) == {"n1"}
     assert watch.notices(["n0", "n1"]) == {"n1"}
+
+
+def test_a_cluster_that_does_not_say_which_nodes_are_to_go_ends_no_run(caplog):
+    answers = [RpcError("deadline exceeded"), {"n1"}]
+
+    def draining() -> set[str]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    now = [10.0]
+    watch = NodeWatch(draining=draining, every_s=2.0, clock=lambda: now[0])
+    assert watch.notices(["n1"]) == set()
+    assert "deadline exceeded" in caplog.text
+    now[0] = 12.0
+    assert watch.notices(["n1"]) == {"n1"}
 
 
 def test_arenas_that_are_held_outlive_all_their_processes(tmp_path):

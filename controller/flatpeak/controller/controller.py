@@ -244,12 +244,13 @@ class Controller:
             yield from self._close_scaling("the run ended first")
             yield from self._keep_committed(self._patience_s)
             yield event(end, step=self._committed)
-        except (ProcessLost, StateLost) as error:
-            log.exception("the run begins anew")
-            # Those that a life makes while it starts are worth nothing, but it may have found some.
-            self._keeps_arenas = isinstance(error, StateLost) or self._life.left is not None
-            raise
         except Exception as error:
+            # Arenas that a life makes as it starts are worth nothing, but it may have found some.
+            found = self._life.left is not None and not self._started
+            if found or isinstance(error, ProcessLost | StateLost):
+                log.exception("the run begins anew")
+                self._keeps_arenas = found or isinstance(error, StateLost)
+                raise
             log.exception("the run failed")
             if error is not self._unsaved:  # else it is the last attempt that failed
                 # Who did not answer a whole step long will not do so now.
@@ -430,8 +431,8 @@ class Controller:
         actors, arenas = self._optimizers, self._kept
         living = [run for run in living_runs() if run != self.spec.run or self._life.moved]
         self._ask([*self._workers, *actors], "start of the actors", "sweep", living)
-        for token in self._life.stale:  # of this run, which is among the living while it moves
-            sweep_nodes(self.spec, sorted(living_nodes()), token)
+        # Those of this run, which is among the living while it moves.
+        sweep_nodes(self.spec, living_nodes(), self._life.stale)
         planned = planned_host_bytes(arenas, self._kept_homes, regions, self._workers)
         rooms = self._ask(first_of_nodes(actors), "looking at the host memory", "host_room")
         check_host_bytes(planned, actors, rooms)
@@ -873,7 +874,7 @@ class Controller:
         release(self._group, [actor.handle for actor in placed])
         if not closed and self.spec.cluster.address != "local":  # there the driver sees to it
             made_by = self._life.left or self._life
-            sweep_nodes(self.spec, sorted(set(self._homes)), made_by.token)
+            sweep_nodes(self.spec, set(self._homes), [made_by.token])
 
     # Waiting
 

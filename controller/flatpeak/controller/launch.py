@@ -4,6 +4,7 @@ Whatever way the run ends, nothing of it stays behind: no actor, no placement gr
 and no arena.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from flatpeak.controller.leftovers import HeldArenas, remove_arenas
 from flatpeak.controller.lives import REPLACED, ControllerLost, Life, Lives
 from flatpeak.controller.metrics import serving_of
 from flatpeak.controller.outlet import Outlet
-from flatpeak.controller.placement import living_nodes, release_group_of
+from flatpeak.controller.placement import living_nodes, release_group_of, sweep_nodes
 from flatpeak.controller.regrouping import Regroup
 from flatpeak.controller.resume import Resume, check_parameters, snapshot_to_resume
 from flatpeak.controller.runs import (
@@ -56,6 +57,8 @@ from flatpeak.workers.weights import open_weights
 _POLL_S = 0.25
 _NAME_FREE_S = 10.0
 _ANSWER_S = 5.0
+
+log = logging.getLogger("flatpeak")
 
 
 def resolve(spec: Spec, resume: Resume | None = None) -> Spec:
@@ -294,7 +297,9 @@ def _supervise(
 ) -> None:
     """Starts controllers one after the other until one comes to the run's end."""
     spec = lives.life.spec
-    with HeldArenas(spec.cluster.shm_dir, spec.run) as held:
+    with ExitStack() as after:
+        after.callback(_sweep_cluster, lives)
+        held = after.enter_context(HeldArenas(spec.cluster.shm_dir, spec.run))
         while True:
             dead = lives.life.token
             try:
@@ -314,6 +319,17 @@ def _supervise(
                 held.hold(lives.arenas)
                 for token in lives.life.stale:
                     remove_arenas(spec.cluster.shm_dir, spec.run, token)
+
+
+def _sweep_cluster(lives: Lives) -> None:
+    """Removes what lives that died left on other nodes; what one life makes it removes itself."""
+    spec = lives.life.spec
+    if len(lives.tokens) == 1 or spec.cluster.address == "local":
+        return
+    try:
+        sweep_nodes(spec, living_nodes(), lives.tokens)
+    except RayError as error:  # the cluster is gone, or this driver's place in it
+        log.warning("arenas of this run may be left in the cluster: %s", error)
 
 
 def _follow(

@@ -19,7 +19,6 @@ from flatpeak.controller.scale_requests import DONE, REFUSED
 from flatpeak.controller.spec import ClusterSpec, Spec
 from flatpeak.controller.waiting import DEATHS_IN_A_STEP
 from flatpeak.workers.errors import (
-    ClusterError,
     DoesNotFit,
     FlatpeakError,
     ProcessLost,
@@ -182,11 +181,13 @@ class Lives:
         """Sets `life` to the one after the present one, which ended with `error`; tells of it.
 
         Raises `error` where another life would not help: at any error but the death of a process or
-        a node, and when that comes again and again in the same step. When other workers cannot be
-        had, the next life has those of before.
+        a node, and when that comes again and again in the same step. While there is state that
+        nobody has taken over yet, everything else is tried again too: only who is to carry it on is
+        missing, for whom there may be room soon. When other workers cannot be had, the next life
+        has those of before.
         """
         dead = isinstance(error, ControllerLost | ProcessLost)
-        unmoved = bool(self.life.moved) and not self.settled
+        unsettled = self.life.inherits and not self.settled
         if self._before is not None:
             self._failures += 1
             if not dead or self._failures >= DEATHS_IN_A_STEP:
@@ -194,7 +195,7 @@ class Lives:
                 spec, self._before = self._before[0], None
                 self._begin(spec, left=self._left)
                 return
-        elif not dead and not isinstance(error, StateLost) and not unmoved:
+        elif not dead and not isinstance(error, StateLost) and not unsettled:
             raise error
         self._deaths[self._step] += self._before is None
         if self._deaths[self._step] >= DEATHS_IN_A_STEP:
@@ -204,16 +205,16 @@ class Lives:
             )
         if isinstance(error, ControllerLost):
             yield event("controller_lost", step=self._step, reason=str(error))
-        elif dead or isinstance(error, ClusterError):  # a node may come back
+        elif dead or (unsettled and not isinstance(error, StateLost | DoesNotFit)):
             yield event("start_failed", step=self._step, reason=str(error))
         elif not isinstance(error, UpdateLost | DoesNotFit) and (files := self._survivors()):
             yield event("node_lost", step=self._step, reason=str(error))
             self._begin(self.life.spec, moved=files)
             return
         else:
-            unmoved = False
+            unsettled = False
             yield self._back_to_snapshot(error)
-        if unmoved:
+        if unsettled and self.life.moved:
             self._begin(self.life.spec, moved=self.life.moved)
         else:
             self._begin(self.life.spec, left=self._left)

@@ -8,8 +8,9 @@ asked for is first compared with what the cluster has.
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -268,9 +269,14 @@ def living_nodes() -> set[str]:
 
 def draining_nodes() -> set[str]:
     """Those that Ray was told to take out: by the autoscaler, or by `ray drain-node`."""
-    # Nothing public says so; Ray Serve asks in the same way.
-    client = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)  # pyright: ignore
+    client = _gcs_client(ray.get_runtime_context().gcs_address)
     return set(client.get_draining_nodes(timeout=_DRAINING_S))
+
+
+@cache
+def _gcs_client(address: str) -> Any:
+    # Nothing public tells of draining nodes; Ray Serve asks in the same way.
+    return ray._raylet.GcsClient(address=address)  # pyright: ignore
 
 
 class NodeWatch:
@@ -305,7 +311,10 @@ class NodeWatch:
         """Of these nodes those that are to go soon, as a spot instance's are."""
         if self._clock() >= self._next_notice:
             self._next_notice = self._clock() + self._every_s
-            self._noticed = self._draining() & set(needed)
+            try:
+                self._noticed = self._draining() & set(needed)
+            except RayError as error:  # it is asked again; only snapshots hang on the answer
+                log.warning("Ray does not say which nodes are to go: %s", error)
         return self._noticed
 
 
@@ -436,8 +445,9 @@ def release(group: PlacementGroup | None, actors: Sequence[Any]) -> None:
         time.sleep(0.05)
 
 
-def sweep_nodes(spec: Spec, nodes: Sequence[str], token: str) -> None:
-    """Removes what the run's killed processes left in the memory of these nodes."""
+def sweep_nodes(spec: Spec, nodes: Iterable[str], tokens: Collection[str]) -> None:
+    """Removes what the run's killed processes left in the memory of these nodes, by the `tokens` of
+    their lives."""
     remove, alive = ray.remote(remove_arenas), living_nodes()
     refs = [
         remove.options(
@@ -445,6 +455,7 @@ def sweep_nodes(spec: Spec, nodes: Sequence[str], token: str) -> None:
         ).remote(spec.cluster.shm_dir, spec.run, token)
         for node in nodes
         if node in alive
+        for token in tokens
     ]
     try:
         ray.get(refs, timeout=3 * _GONE_S)
