@@ -106,9 +106,10 @@ def controller_of(
     controller = Controller(Life(spec, "token"), str(run.folder.path), None)
     worker = SimpleNamespace(step=SimpleNamespace(remote=result))
     controller._workers.append(Placed("worker 0", worker, "node"))
-    controller._sizes, controller._arenas = run.sizes, (None,)  # pyright: ignore[reportAttributeAccessIssue]
+    controller._snapshots.sizes, controller._snapshots.arenas = run.sizes, 1
     controller._watch = NodeWatch(alive=set, draining=set)
-    controller._team = team = Team(run, fails)  # pyright: ignore[reportAttributeAccessIssue]
+    team: Any = Team(run, fails)
+    controller._team = controller._snapshots.team = team
     return controller, team
 
 

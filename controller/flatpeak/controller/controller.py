@@ -21,28 +21,16 @@ from typing import Any
 
 import ray
 
+from flatpeak.controller.arena_set import ArenaSet
 from flatpeak.controller.autoscaler import AUTO, Autoscaler
 from flatpeak.controller.display import count
 from flatpeak.controller.heartbeats import Heartbeats
-from flatpeak.controller.host_plan import (
-    PlannedArena,
-    check_host_bytes,
-    first_of_nodes,
-    plan_arenas,
-    planned_host_bytes,
-)
-from flatpeak.controller.leftovers import arena_name, mirror_name
+from flatpeak.controller.host_plan import check_host_bytes, first_of_nodes, planned_host_bytes
 from flatpeak.controller.lives import REPLACED, STARTED, ArenaFile, Life
 from flatpeak.controller.metrics import RunMetrics
-from flatpeak.controller.mirrors import (
-    NOTHING_MIRRORED,
-    Mirrored,
-    Mirrors,
-    check_nodes,
-    mirrors_of,
-)
+from flatpeak.controller.mirrors import NOTHING_MIRRORED, Mirrored, check_nodes, mirrors_of
 from flatpeak.controller.optimizer_team import OptimizerTeam, Update
-from flatpeak.controller.ownership import HeldArena, Ownership, assign_arenas
+from flatpeak.controller.ownership import Ownership, assign_arenas
 from flatpeak.controller.placement import (
     NodeWatch,
     Placed,
@@ -74,11 +62,12 @@ from flatpeak.controller.regrouping import (
     refusal,
     too_little_room,
 )
-from flatpeak.controller.resume import check_parameters, parameter_sizes, snapshot_meta
+from flatpeak.controller.resume import check_parameters, parameter_sizes
 from flatpeak.controller.runs import Event, RunEvent, RunFolder, event
 from flatpeak.controller.scale_requests import DONE, REFUSED
 from flatpeak.controller.scaling import Capacity, Change, Refused, Scaling, handed_over
 from flatpeak.controller.schedule import lr
+from flatpeak.controller.snapshots import Snapshots
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.step_results import check_budget, larger_shapes, step_record
 from flatpeak.controller.takeover import update_under_way
@@ -86,26 +75,10 @@ from flatpeak.controller.waiting import Died, Interrupted, Watch, collect, liste
 from flatpeak.controller.worker_group import UPDATE_ON, WorkerGroup, parts_of
 from flatpeak.workers.actors import Sources, log_to
 from flatpeak.workers.buckets import Bucket, cut_buckets
-from flatpeak.workers.errors import (
-    CheckpointError,
-    FlatpeakError,
-    ProcessLost,
-    RunFailed,
-    SnapshotFailed,
-    StateLost,
-    WaitTimeout,
-)
+from flatpeak.workers.errors import ProcessLost, RunFailed, StateLost, WaitTimeout
 from flatpeak.workers.metrics import Serving
 from flatpeak.workers.optimizer import clipping_factor
-from flatpeak.workers.snapshot import (
-    SnapshotPart,
-    SnapshotReader,
-    commit_manifest,
-    discard_parts,
-    keep_last,
-    saved_steps,
-    snapshot_folder,
-)
+from flatpeak.workers.snapshot import SnapshotReader
 from flatpeak.workers.trainer import SlabRegion, StepResult
 from flatpeak.workers.update_report import UpdateReport
 from flatpeak.workers.update_split import DeviceRates, assign_updates, split_updates
@@ -144,14 +117,12 @@ class Controller:
         self._optimizers: list[Placed] = []
         self._watch = NodeWatch()
         self._going: set[str] = set()  # nodes that are to go soon
-        self._homes: list[str] = []  # the node of each arena
-        self._arenas: tuple[PlannedArena, ...] = ()
-        self._mirrors = Mirrors(spec)
+        self._arenas = ArenaSet(spec, (life.left or life).token)
         self._filled = False  # whether the actors were told to make them
         self._team = OptimizerTeam(
             self._optimizers,
             successor=self._start_successor,
-            arena_path=self._arena_path,
+            arena_path=lambda number: self._arenas.path(number),
             collect=self._collect,
             start_timeout_s=spec.cluster.start_timeout_s,
         )
@@ -159,6 +130,7 @@ class Controller:
         self._heartbeats = self._heartbeats_of(lambda: [*self._workers, *self._optimizers])
         self._optimizer_heartbeats = self._heartbeats_of(lambda: self._optimizers)
         self._team.watch = self._optimizer_heartbeats
+        self._snapshots = Snapshots(spec, self.folder, self._team, watch=self._optimizer_heartbeats)
         self._scaling = Scaling(
             self._optimizers,
             capacity=self._capacity,
@@ -169,7 +141,7 @@ class Controller:
             spec.cluster.autoscale,
             self._optimizers,
             scaling=self._scaling,
-            arenas=lambda: self._held_by(self._team.ownership.owners),
+            arenas=lambda: self._arenas.held_by(self._team.ownership.owners),
         )
         self._regrouping = Regrouping()
         self._makes_way = False
@@ -177,10 +149,6 @@ class Controller:
         self._sources: list[Placed] = []  # of the state, from arenas of another cut
         self._started = False
         self._committed = 0
-        self._saved = 0
-        self._written: tuple[int, dict[str, Any]] | None = None
-        self._unsaved: FlatpeakError | None = None
-        self._sizes: dict[str, int] = {}
         self._on_device = False  # whether workers update buckets
         self._unstoppable = False  # while the run ends, and while arenas change hands
         self._results: dict[str, StepResult] = {}
@@ -212,7 +180,7 @@ class Controller:
             rooms = self._ask(nodes, "looking at the host memory", "host_room")
         except (Died, Interrupted, RunFailed) as error:
             return f"the optimizer actors could not be asked for room ({error!r}); ask again"
-        planned = planned_host_bytes(self._kept, self._kept_homes)
+        planned = planned_host_bytes(self._arenas.planned, self._arenas.nodes)
         free_bytes = {actor.node: rooms[actor.name].nbytes for actor in nodes}
         if (reason := too_little_room(planned, free_bytes)) is not None:
             return reason
@@ -252,7 +220,7 @@ class Controller:
                 self._keeps_arenas = found or isinstance(error, StateLost)
                 raise
             log.exception("the run failed")
-            if error is not self._unsaved:  # else it is the last attempt that failed
+            if error is not self._snapshots.failure:  # else it is the last attempt that failed
                 # Who did not answer a whole step long will not do so now.
                 timeout = _CLOSE_S if isinstance(error, WaitTimeout) else self._patience_s
                 yield from self._keep_what_can_be(timeout)
@@ -304,13 +272,14 @@ class Controller:
         except Died as death:
             yield from self._crew.replace(death, step=self._committed)
         times.append(time.perf_counter())
-        self._homes = arena_homes(spec, self._workers, self._optimizers)
+        homes = arena_homes(spec, self._workers, self._optimizers)
+        self._arenas.homes = homes
         buckets = cut_buckets(
             [shard for own in self._crew.shards for shard in own],
             bucket_parameters=spec.memory.optimizer.bucket_parameters,
-            arenas_of_rank=lambda rank: arenas_for(spec, self._workers[rank], self._homes),
+            arenas_of_rank=lambda rank: arenas_for(spec, self._workers[rank], homes),
         )
-        regions = slab_regions(self._crew.slab_bytes, self._workers, self._homes)
+        regions = slab_regions(self._crew.slab_bytes, self._workers, homes)
         actors = count(len(self._optimizers), "optimizer actor")
         if left is not None:
             yield event("starting", what=f"taking over the arenas with {actors}")
@@ -334,18 +303,17 @@ class Controller:
                 planned_host_bytes=planned,
                 step=self._committed,
                 worker_nodes=[worker.node for worker in self._workers],
-                arena_nodes=self._homes,
+                arena_nodes=homes,
                 optimizers=len(self._optimizers),
-                mirrored=self._mirrors.wanted,
+                mirrored=self._arenas.mirrors.wanted,
             )
-        saved = (step for step in saved_steps(self.folder) if step <= self._committed)
-        self._saved = max(saved, default=0)
+        self._snapshots.find(self._committed)
         self._started = True
 
     def _suit_to(self, nodes: Sequence[str]) -> Generator[Event, None, Spec]:
         asked, self.spec = self.spec, suited_to(self.spec, nodes)
         if asked.memory.optimizer.mirrors and not self.spec.memory.optimizer.mirrors:
-            self._mirrors = Mirrors(self.spec)
+            self._arenas = ArenaSet(self.spec, self._arenas.token)
             text = "all workers are on one node now, so the optimizer state has no mirrors"
             yield event("warning", text=text)
         return self.spec
@@ -424,24 +392,25 @@ class Controller:
             origin = self._open_sources(self._life.moved)
         if snapshot is not None:
             with SnapshotReader(snapshot) as reader:
-                check_parameters(reader, self._sizes)
+                check_parameters(reader, self._snapshots.sizes)
                 self._committed = reader.step
                 self._team.last = Update(reader.step, 0.0, None)
             yield event("resumed", snapshot=str(snapshot), step=self._committed)
-        actors, arenas = self._optimizers, self._kept
+        actors, arenas = self._optimizers, self._arenas
         living = [run for run in living_runs() if run != self.spec.run or self._life.moved]
         self._ask([*self._workers, *actors], "start of the actors", "sweep", living)
         # Those of this run, which is among the living while it moves.
         sweep_nodes(self.spec, living_nodes(), self._life.stale)
-        planned = planned_host_bytes(arenas, self._kept_homes, regions, self._workers)
+        planned = planned_host_bytes(arenas.planned, arenas.nodes, regions, self._workers)
         rooms = self._ask(first_of_nodes(actors), "looking at the host memory", "host_room")
         check_host_bytes(planned, actors, rooms)
         self._filled = True
         refs = {}
         for index, actor in enumerate(actors):
             numbers = self._team.ownership.of(index)
+            planned_here = {number: arenas.planned[number] for number in numbers}
             refs[actor.name] = actor.handle.create.remote(
-                {number: arenas[number] for number in numbers}, self._paths(numbers), origin
+                planned_here, arenas.paths(numbers), origin
             )
         self._gather(refs, "filling the arenas")
         yield from self._attach_or_replace()
@@ -479,14 +448,13 @@ class Controller:
     def _know(self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]) -> None:
         """Takes down what follows from the cut, and who is to own which arena."""
         self._on_device = any(bucket.updater is not None for bucket in buckets)
-        self._sizes = parameter_sizes(held for bucket in buckets for held in bucket.ranges)
-        actors, homes = self._optimizers, self._homes
-        slots = self.spec.memory.optimizer.slots
-        self._arenas = plan_arenas(buckets, regions, arenas=len(homes), spare_frames=slots)
-        self._mirrors.plan(self._arenas, homes)
+        actors, arenas = self._optimizers, self._arenas
+        arenas.plan(buckets, regions)
+        self._snapshots.sizes = parameter_sizes(h for bucket in buckets for h in bucket.ranges)
+        self._snapshots.arenas = len(arenas.used)
         # Arenas go to the actors of the same number as far as there are any, the others to balance.
-        first = min(len(homes), len(actors))
-        own = [number if number < first else None for number, _ in enumerate(self._kept)]
+        first = min(len(arenas.used), len(actors))
+        own = [number if number < first else None for number, _ in enumerate(arenas.planned)]
         self._team.ownership = self._assign(own, actors)
         self._attach = partial(self._attach_workers, buckets, regions)
 
@@ -503,7 +471,7 @@ class Controller:
         self._filled = True
         ownership = self._team.ownership
         attach = {
-            actor.name: actor.handle.attach.remote(self._paths(ownership.of(index)))
+            actor.name: actor.handle.attach.remote(self._arenas.paths(ownership.of(index)))
             for index, actor in enumerate(self._optimizers)
         }
         self._gather(attach, "taking over the arenas")
@@ -530,7 +498,7 @@ class Controller:
         """Each maps the arenas of its node; it reaches its buckets on others over the network."""
         timeout = self.spec.cluster.start_timeout_s
         # Only where actors are anywhere, and each owns the arena of its own number.
-        remote = remote_ranks(buckets, self._workers, self._homes)
+        remote = remote_ranks(buckets, self._workers, self._arenas.homes)
         self._team.serve(remote)
         addresses = yield from self._team.gather(
             "opening the arenas to other nodes", timeout, self._team.links
@@ -539,7 +507,7 @@ class Controller:
         names = {number: self._optimizers[number].name for number in remote}
         attach = {}
         for rank, worker in enumerate(self._workers):
-            arenas = self._paths(arenas_beside(worker, self._homes))
+            arenas = self._arenas.paths(arenas_beside(worker, self._arenas.homes))
             servers = {n: addresses[name] for n, name in names.items() if rank in remote[n]}
             attach[worker.name] = worker.handle.attach.remote(
                 buckets, arenas, regions[rank], servers
@@ -560,31 +528,7 @@ class Controller:
     def _assign(self, owners: Sequence[int | None], actors: Sequence[Placed]) -> Ownership:
         """Which of `actors` is to own each arena, after the `owners` that they have now."""
         homes = [actor.node for actor in actors]
-        return assign_arenas(self._held_by(owners), homes, self._autoscaler.rates(actors))
-
-    def _held_by(self, owners: Sequence[int | None]) -> list[HeldArena]:
-        return [
-            HeldArena(arena.state_bytes, node, owner)
-            for arena, node, owner in zip(self._kept, self._kept_homes, owners, strict=True)
-        ]
-
-    @property
-    def _kept(self) -> tuple[PlannedArena, ...]:
-        """All arenas by number: those that workers use, then their mirrors."""
-        return (*self._arenas, *self._mirrors.arenas)
-
-    @property
-    def _kept_homes(self) -> list[str]:
-        return [*self._homes, *self._mirrors.homes]
-
-    def _arena_path(self, number: int) -> str:
-        made_by = self._life.left or self._life
-        mirror, index = divmod(number, len(self._homes))
-        name = arena_name(self.spec.run, made_by.token, index)
-        return str(Path(self.spec.cluster.shm_dir) / (mirror_name(name) if mirror else name))
-
-    def _paths(self, numbers: Iterable[int]) -> dict[int, str]:
-        return {number: self._arena_path(number) for number in numbers}
+        return assign_arenas(self._arenas.held_by(owners), homes, self._autoscaler.rates(actors))
 
     def _start_successor(self, index: int) -> Placed:
         return self._start_optimizer(index, self._optimizers[index].node)
@@ -611,7 +555,7 @@ class Controller:
             if self._sources:
                 self._close_sources()
             self._committed = self._team.last.step
-            yield from self._gather_snapshot()
+            yield from self._snapshots.gather(self._committed)
             self._results = {worker.name: answers[worker.name] for worker in self._workers}
             actors = {actor.name for actor in self._optimizers}
             self._reports = {who: answers[who] for who in actors & answers.keys()}
@@ -636,13 +580,13 @@ class Controller:
             every = self.spec.snapshots.every_steps
             going = yield from self._see_notices()
             if going or (every and step % every == 0):
-                self._begin_snapshot()
+                self._snapshots.begin()
         if largest:
             yield event("largest_tensors", shapes=largest)
 
     def _see_notices(self) -> Generator[Event, None, bool]:
         """Whether a node of the run is to go soon: until then there is a snapshot of each step."""
-        going = self._watch.notices({*self._homes, *worker_nodes(self._workers)})
+        going = self._watch.notices({*self._arenas.homes, *worker_nodes(self._workers)})
         if new := sorted(going - self._going):
             yield event("node_draining", nodes=new, step=self._team.last.step)
         self._going = going
@@ -661,7 +605,7 @@ class Controller:
         """Forward and backward of `step` and the end of the update before it; the answers."""
         while True:
             refs = {w.name: w.handle.step.remote(step) for w in self._workers}
-            yield from self._commit_snapshot()  # the files of the one before, beside the step
+            yield from self._snapshots.commit()  # the files of the one before, beside the step
             try:
                 # The optimizer actors are watched too: without them the workers wait in vain.
                 return (
@@ -703,7 +647,13 @@ class Controller:
             after=change.wanted,
             joined=[actor.name for actor in change.joining],
             left=[actor.name for actor in gone],
-            **handed_over(before, now, arenas=self._kept, homes=self._kept_homes, actors=actors),
+            **handed_over(
+                before,
+                now,
+                arenas=self._arenas.planned,
+                homes=self._arenas.nodes,
+                actors=actors,
+            ),
             start_seconds=start_seconds,
             seconds=time.perf_counter() - began,
         )
@@ -717,8 +667,8 @@ class Controller:
     def _capacity(self) -> Capacity:
         cluster = self.spec.cluster
         return Capacity(
-            nodes=tuple(sorted(set(self._homes))),
-            arenas=len(self._arenas),
+            nodes=tuple(sorted(set(self._arenas.homes))),
+            arenas=len(self._arenas.used),
             cpus_per_actor=cluster.cpus_per_optimizer,
             free_cpus=free_cpus(),
             fixed=cluster.optimizer_placement == "anywhere",
@@ -727,9 +677,10 @@ class Controller:
     def _mirror(self, result: StepResult) -> Generator[Event, None, Mirrored]:
         """Brings the step's gradients to where they survive the loss of a node, before any update
         with them; see `Mirrors.send`."""
-        if not self._mirrors.wanted or not result.usable:
+        mirrors = self._arenas.mirrors
+        if not mirrors.wanted or not result.usable:
             return NOTHING_MIRRORED
-        return (yield from self._mirrors.send(result.step, self._team))
+        return (yield from mirrors.send(result.step, self._team))
 
     def _update(self, result: StepResult, rate: float) -> None:
         factor = None
@@ -738,66 +689,6 @@ class Controller:
         update = Update(result.step, rate, factor)
         # In this order: the actors' answer says that the workers' updates are done as well.
         self._team.update(update, beside=self._crew.update(*update) if self._on_device else {})
-
-    # Snapshots
-
-    def _begin_snapshot(self) -> None:
-        self._team.snapshot(str(snapshot_folder(self.folder, self._team.last.step)))
-
-    def _gather_snapshot(self) -> Iterator[Event]:
-        """Waits for the snapshot under way, if there is one, which is of the committed step.
-
-        The actors write it beside the next step, and no update is asked for before they are done:
-        until then the state is that of the snapshot.
-        """
-        if not self._team.parts:
-            return
-        step, timeout = self._committed, self.spec.cluster.step_timeout_s
-        try:
-            parts = yield from self._team.gather(
-                f"snapshot of step {step}",
-                timeout,
-                self._team.parts,
-                watch=self._optimizer_heartbeats,
-            )
-        except FlatpeakError:
-            self._team.parts = {}  # not to be waited for again at the end
-            raise
-        self._team.parts = {}
-        self._written = step, parts
-
-    def _commit_snapshot(self) -> Iterator[Event]:
-        """Makes what was written a snapshot; files and folders take their time, but no state."""
-        if self._written is None:
-            return
-        (step, answers), self._written = self._written, None
-        folder = snapshot_folder(self.folder, step)
-        found = [(who, part) for who, of_actor in answers.items() for part in of_actor]
-        parts = [part for _, part in found if isinstance(part, SnapshotPart)]
-        try:
-            if failures := [f"{who}: {e}" for who, e in found if isinstance(e, SnapshotFailed)]:
-                raise SnapshotFailed("; ".join(failures))
-            if len(parts) != len(self._arenas):
-                raise SnapshotFailed(
-                    f"it has {len(parts)} of {len(self._arenas)} arenas: the run ended while the "
-                    "others changed hands; resume from the one before"
-                )
-            meta = snapshot_meta(self.spec, self._sizes)
-            commit_manifest(folder, step=step, parts=parts, meta=meta)
-        except (SnapshotFailed, CheckpointError) as error:
-            # The state is well, and the last snapshot is kept: the next attempt may do better.
-            self._unsaved = error
-            discard_parts(folder, parts)
-            yield event("snapshot_failed", step=step, reason=str(error), kept=self._saved)
-            return
-        self._saved, self._unsaved = step, None
-        yield event("snapshot", step=step, folder=str(folder))
-        section = self.spec.snapshots
-        try:
-            keep_last(self.folder, section.keep, every=section.keep_every_steps)
-        except OSError as error:
-            text = f"an old snapshot could not be removed: {error}; remove it by hand"
-            yield event("warning", text=text)
 
     # End
 
@@ -812,21 +703,17 @@ class Controller:
         Workers hold no state, so an interrupted run need not wait for the step they are in.
         """
         yield from self._settle(timeout_s)
-        if self.spec.snapshots.at_end and self._committed > self._saved:
-            self._begin_snapshot()
-            yield from self._gather_snapshot()
-            yield from self._commit_snapshot()
-            if self._unsaved is not None:
-                raise self._unsaved
+        if self.spec.snapshots.at_end and self._committed > self._snapshots.newest:
+            yield from self._snapshots.keep(self._committed)
 
     def _settle(self, timeout_s: float) -> Iterator[Event]:
         """Afterwards no update is under way, and no snapshot."""
         self._unstoppable = True
         yield from self._finish_update(timeout_s)
-        yield from self._commit_snapshot()  # of an earlier step
+        yield from self._snapshots.commit()  # of an earlier step
         self._committed = self._team.last.step
-        yield from self._gather_snapshot()
-        yield from self._commit_snapshot()
+        yield from self._snapshots.gather(self._committed)
+        yield from self._snapshots.commit()
 
     def _finish_update(self, timeout_s: float) -> Iterator[Event]:
         while True:
@@ -852,14 +739,14 @@ class Controller:
         try:
             yield from self._keep_committed(timeout_s)
         except Exception:
-            log.exception("what was committed after step %d is lost", self._saved)
+            log.exception("what was committed after step %d is lost", self._snapshots.newest)
 
     def _teardown(self) -> None:
         """Ends what was started, however far the start came. The arenas stay for who comes next."""
         closes = self._filled and not self._keeps_arenas
         closing = {
             actor.name: actor.handle.close.remote(
-                [*self._paths(self._team.ownership.of(index)).values()]
+                [*self._arenas.paths(self._team.ownership.of(index)).values()]
             )
             for index, actor in enumerate(self._optimizers if closes else ())
         }
@@ -873,8 +760,7 @@ class Controller:
         placed = self._workers + self._optimizers + self._sources
         release(self._group, [actor.handle for actor in placed])
         if not closed and self.spec.cluster.address != "local":  # there the driver sees to it
-            made_by = self._life.left or self._life
-            sweep_nodes(self.spec, set(self._homes), [made_by.token])
+            sweep_nodes(self.spec, set(self._arenas.homes), [self._arenas.token])
 
     # Waiting
 
@@ -909,7 +795,7 @@ class Controller:
                 watch=watch,
             )
         except RunFailed:
-            self._watch.check(self._homes, now=True)  # which is why, if there is a why
+            self._watch.check(self._arenas.homes, now=True)  # which is why, if there is a why
             raise
 
     def _heartbeats_of(self, actors: Callable[[], list[Placed]]) -> Heartbeats:
@@ -920,7 +806,7 @@ class Controller:
 
     def _interrupted(self) -> bool:
         """Raises StateLost when nobody can answer any more."""
-        self._watch.check(self._homes)
+        self._watch.check(self._arenas.homes)
         # At the end there is nothing left to stop but keeping what is committed; and between two
         # owners an arena would be missing in that.
         return self._stop.is_set() and not self._unstoppable
