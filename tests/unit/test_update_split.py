@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatpeak.controller.controller import Controller
 from flatpeak.controller.placement import Placed
+from flatpeak.controller.update_division import divide_updates
 from flatpeak.workers.buckets import Bucket, Range
 from flatpeak.workers.update_rates import measure_device_rates, measure_host_rate
 from flatpeak.workers.update_split import DeviceRates, Stages, assign_updates, split_updates
@@ -108,38 +108,34 @@ def test_balancing_biases_stay_on_the_host():
     assert [b.update_on for b in assign_updates(own, {1})] == ["host", "device", "host"]
 
 
-class Measured(Controller):
-    """Whose processes have measured: ranks 0 and 1 on one node with two actors, 2 on another."""
+def divided(update_on, device):
+    spec = tiny_spec({"model_type": "qwen3_moe"}, memory={"optimizer": {"update_on": update_on}})
+    # Ranks 0 and 1 are on one node with two actors, 2 is on another.
+    workers, optimizers = (
+        [Placed(f"{name} {n}", None, node) for n, node in enumerate("aab")]
+        for name in ("worker", "optimizer")
+    )
+    asked, events = [], []
 
-    def __init__(self, spec):
-        self.spec, self.asked = spec, []
-        nodes = {"worker": "aab", "optimizer": "aab"}
-        self._workers, self._optimizers = (
-            [Placed(f"{name} {n}", None, node) for n, node in enumerate(on)]
-            for name, on in nodes.items()
-        )
-
-    def _ask(self, actors, what, method, *args):
-        self.asked.append(method)
+    def ask(actors, what, method, *args):
+        asked.append(method)
         links = [LINK, DeviceRates(25e9, 50e9, 1e11), LINK]
         found = {"update_rates": links, "update_rate": [1e9, 2e9, 1e7]}[method]
         return {actor.name: rate for actor, rate in zip(actors, found, strict=True)}
 
-
-def divided(update_on, device):
-    spec = tiny_spec({"model_type": "qwen3_moe"}, memory={"optimizer": {"update_on": update_on}})
-    controller = Measured(spec)
     of_ranks = [
         replace(bucket, index=10 * rank + bucket.index, rank=rank)
         for rank in range(3)
         for bucket in buckets(10)
     ]
-    deciding, events = controller._divide_updates(tuple(of_ranks), device), []
+    deciding = divide_updates(
+        spec, tuple(of_ranks), device, workers=workers, optimizers=optimizers, ask=ask
+    )
     while True:
         try:
             events.append(next(deciding))
         except StopIteration as end:
-            return controller.asked, events, end.value
+            return asked, events, end.value
 
 
 def test_the_controller_decides_for_all_ranks_from_the_slowest_link():

@@ -13,7 +13,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -24,11 +23,13 @@ import ray
 from flatpeak.controller.arena_set import ArenaSet
 from flatpeak.controller.autoscaler import AUTO, Autoscaler
 from flatpeak.controller.display import count
+from flatpeak.controller.exporters import Exporters
 from flatpeak.controller.heartbeats import Heartbeats
 from flatpeak.controller.host_plan import check_host_bytes, first_of_nodes, planned_host_bytes
-from flatpeak.controller.lives import REPLACED, STARTED, ArenaFile, Life
+from flatpeak.controller.lives import REPLACED, STARTED, Life
 from flatpeak.controller.metrics import RunMetrics
-from flatpeak.controller.mirrors import NOTHING_MIRRORED, Mirrored, check_nodes, mirrors_of
+from flatpeak.controller.mirrors import NOTHING_MIRRORED, Mirrored, check_nodes
+from flatpeak.controller.old_arenas import OldArenas
 from flatpeak.controller.optimizer_team import OptimizerTeam, Update
 from flatpeak.controller.ownership import Ownership, assign_arenas
 from flatpeak.controller.placement import (
@@ -49,7 +50,6 @@ from flatpeak.controller.placement import (
     slab_regions,
     start_optimizer,
     start_optimizers,
-    start_sources,
     start_workers,
     suited_to,
     sweep_nodes,
@@ -71,6 +71,7 @@ from flatpeak.controller.snapshots import Snapshots
 from flatpeak.controller.spec import Spec
 from flatpeak.controller.step_results import check_budget, larger_shapes, step_record
 from flatpeak.controller.takeover import update_under_way
+from flatpeak.controller.update_division import divide_updates
 from flatpeak.controller.waiting import Died, Interrupted, Watch, collect, listed
 from flatpeak.controller.worker_group import UPDATE_ON, WorkerGroup, parts_of
 from flatpeak.workers.actors import Sources, log_to
@@ -81,7 +82,6 @@ from flatpeak.workers.optimizer import clipping_factor
 from flatpeak.workers.snapshot import SnapshotReader
 from flatpeak.workers.trainer import SlabRegion, StepResult
 from flatpeak.workers.update_report import UpdateReport
-from flatpeak.workers.update_split import DeviceRates, assign_updates, split_updates
 
 _GRACE_S = 60.0
 _CLOSE_S = 5.0
@@ -100,7 +100,6 @@ class Controller:
         spec = self.spec = life.spec
         self.folder, self._life = Path(folder), life
         self._records = RunFolder(self.folder)
-        self._serving = serving
         self._metrics = RunMetrics(spec)
         log_to(str(self.folder / "logs"), "controller")
         log.info("controller, pid %d", os.getpid())
@@ -115,6 +114,13 @@ class Controller:
         )
         self._workers = self._crew.workers
         self._optimizers: list[Placed] = []
+        self._exporters = Exporters(
+            self._metrics,
+            serving,
+            workers=self._workers,
+            optimizers=self._optimizers,
+            ask=self._ask,
+        )
         self._watch = NodeWatch()
         self._going: set[str] = set()  # nodes that are to go soon
         self._arenas = ArenaSet(spec, (life.left or life).token)
@@ -146,7 +152,7 @@ class Controller:
         self._regrouping = Regrouping()
         self._makes_way = False
         self._keeps_arenas = False  # for the next life
-        self._sources: list[Placed] = []  # of the state, from arenas of another cut
+        self._moved = OldArenas(spec, life.moved, ask=self._ask)
         self._started = False
         self._committed = 0
         self._on_device = False  # whether workers update buckets
@@ -192,7 +198,7 @@ class Controller:
             self._metrics.observe(happened)
             yield happened
             if isinstance(happened, RunEvent):
-                yield from self._follow_actors(happened)
+                yield from self._exporters.follow(happened)
 
     def _run(self) -> Iterator[Event]:
         end = "finished"
@@ -260,10 +266,7 @@ class Controller:
                 spec = yield from self._suit_to(placed)
             check_nodes(spec, placed)
             self._start_optimizers(optimizer_homes(spec, self._workers))
-        if self._serving is not None:
-            yield self._metrics.serve(self._serving)
-            yield from self._export(self._serving, [*self._workers, *self._optimizers])
-
+        yield from self._exporters.open()
         times.append(time.perf_counter())
         yield event("starting", what="building the model")
         try:
@@ -293,7 +296,14 @@ class Controller:
                 **parts_of(times),
             )
         else:
-            buckets = yield from self._divide_updates(buckets, device)
+            buckets = yield from divide_updates(
+                spec,
+                buckets,
+                device,
+                workers=self._workers,
+                optimizers=self._optimizers,
+                ask=self._ask,
+            )
             yield event("starting", what=f"filling the arenas of {actors}")
             planned = yield from self._fill_arenas(buckets, regions)
             yield event(
@@ -322,65 +332,6 @@ class Controller:
         for optimizer in start_optimizers(self.spec, homes, **self._marks(self._crew.generation)):
             self._optimizers.append(optimizer)
 
-    def _follow_actors(self, happened: RunEvent) -> Iterator[Event]:
-        """Keeps the list of who serves metrics as actors come; `RunMetrics` sees who is lost."""
-        if happened.kind == DONE:
-            for who in happened.detail["left"]:
-                self._metrics.drop_target(who)
-            if self._serving is not None and (names := happened.detail["joined"]):
-                joined = [actor for actor in self._optimizers if actor.name in names]
-                yield from self._export(self._serving, joined)
-        elif happened.kind == "workers_replaced" and self._serving is not None:
-            yield from self._export(self._serving, self._workers)
-        elif happened.kind == "optimizer_replaced" and self._serving is not None:
-            who = happened.detail["actor"]
-            successors = [actor for actor in self._optimizers if actor.name == who]
-            yield from self._export(self._serving, successors)
-
-    def _export(self, serving: Serving, actors: list[Placed]) -> Iterator[Event]:
-        try:
-            served = self._ask(actors, "serving metrics", "serve_metrics", replace(serving, port=0))
-        except Interrupted:
-            return  # the next wait of the run itself ends it in good order
-        except (RunFailed, Died) as error:
-            # Metrics never hurt a run. Of an actor that died, others who ask it will say so.
-            reason = error.cause if isinstance(error, Died) else error
-            names = ", ".join(actor.name for actor in actors)
-            yield event("warning", text=f"{reason}; the run goes on without metrics of {names}")
-            return
-        for actor in actors:
-            self._metrics.add_target(actor.name, *served[actor.name])
-
-    def _divide_updates(
-        self, buckets: tuple[Bucket, ...], device: str
-    ) -> Generator[Event, None, tuple[Bucket, ...]]:
-        """Says of each bucket for the whole run whether its actor or its worker updates it."""
-        section = self.spec.memory.optimizer
-        if section.update_on == "device":
-            return assign_updates(buckets, range(len(buckets)))
-        anywhere = self.spec.cluster.optimizer_placement == "anywhere"
-        if section.update_on == "host" or device == "cpu" or anywhere:
-            return buckets
-        # Decided here for all: in an arena each side has the frames of its buckets, and no other.
-        found = self._ask(self._workers, "measuring the links", "update_rates")
-        rates = DeviceRates.slowest(found.values())
-        host = self._ask(self._optimizers, "measuring the optimizers", "update_rate")
-        on_device: set[int] = set()
-        for rank, worker in enumerate(self._workers):
-            beside = [actor.name for actor in self._optimizers if actor.node == worker.node]
-            served = sum(other.node == worker.node for other in self._workers)
-            own = [bucket for bucket in buckets if bucket.rank == rank]
-            split = split_updates(
-                own,
-                rates,
-                host_parameters_per_s=sum(host[actor] for actor in beside) / served,
-                slots=section.slots,
-            )
-            on_device |= split.on_device
-            text = split.described(own, rates, section.slots)
-            yield event("updates_divided", worker=worker.name, text=text)
-        return assign_updates(buckets, on_device)
-
     def _fill_arenas(
         self, buckets: tuple[Bucket, ...], regions: list[SlabRegion]
     ) -> Generator[Event, None, dict[str, int]]:
@@ -389,7 +340,8 @@ class Controller:
         self._know(buckets, regions)
         origin: Path | Sources | None = snapshot
         if self._life.moved:
-            origin = self._open_sources(self._life.moved)
+            self._committed, origin = self._moved.open(self._last_update)
+            self._team.last = Update(self._committed, 0.0, None)
         if snapshot is not None:
             with SnapshotReader(snapshot) as reader:
                 check_parameters(reader, self._snapshots.sizes)
@@ -415,30 +367,6 @@ class Controller:
         self._gather(refs, "filling the arenas")
         yield from self._attach_or_replace()
         return planned
-
-    def _open_sources(self, files: Sequence[ArenaFile]) -> Sources:
-        """Brings the arenas of the life before to one step, of which the state is then taken."""
-        self._sources, paths = start_sources(self.spec, files)
-        versions = self._ask(self._sources, "opening the old arenas", "versions")
-        update = self._last_update(version for found in versions.values() for version in found)
-        held = self._ask(self._sources, "finishing the last update", "finish", *update)
-        self._committed, self._team.last = update.step, Update(update.step, 0.0, None)
-        return Sources(
-            handles=tuple(source.handle for source in self._sources),
-            nodes=tuple(source.node for source in self._sources),
-            paths=tuple(paths),
-            held=tuple(held[source.name] for source in self._sources),
-        )
-
-    def _close_sources(self) -> None:
-        """Once this life has told that it has the state."""
-        sources, self._sources = self._sources, []
-        mirrors = mirrors_of(self.spec, self._life.moved)
-        try:
-            self._ask(sources, "removing the old arenas", "remove", mirrors)
-        except Died as death:
-            log.warning("old arenas are left until the next run starts: %s", death.cause)
-        release(None, [source.handle for source in sources])
 
     def _last_update(self, versions: Iterable[int]) -> Update:
         records = self._records.steps()
@@ -552,8 +480,8 @@ class Controller:
                 return
             began = time.perf_counter()
             answers = yield from self._step(step)
-            if self._sources:
-                self._close_sources()
+            if self._moved.actors:
+                release(None, [source.handle for source in self._moved.remove()])
             self._committed = self._team.last.step
             yield from self._snapshots.gather(self._committed)
             self._results = {worker.name: answers[worker.name] for worker in self._workers}
@@ -757,7 +685,7 @@ class Controller:
             log.warning("%s", error)
             closed = False
         self._scaling.close("the run has ended")
-        placed = self._workers + self._optimizers + self._sources
+        placed = self._workers + self._optimizers + self._moved.actors
         release(self._group, [actor.handle for actor in placed])
         if not closed and self.spec.cluster.address != "local":  # there the driver sees to it
             sweep_nodes(self.spec, set(self._arenas.homes), [self._arenas.token])
