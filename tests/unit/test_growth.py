@@ -16,10 +16,10 @@ from tiny_models import tiny_content
 class Cluster:
     """Two nodes with free resources, and a clock."""
 
-    def __init__(self, *, device: str = "cpu", **autoscale: Any) -> None:
+    def __init__(self, *, device: str = "cpu", present: int = 2, **autoscale: Any) -> None:
         self.free: dict[str, dict[str, float]] = {"n0": {}, "n1": {}}
         self.now = 100.0
-        cluster = {"workers": 2, "autoscale": {"workers_free_s": 10.0, **autoscale}}
+        cluster = {"workers": present, "autoscale": {"workers_free_s": 10.0, **autoscale}}
         spec = tiny_spec(tiny_content("qwen3_moe"), cluster=cluster)
         self.lives = Lives(spec, Path("run"), None)
         self.lives.observe(event("workers_placed", device=device))
@@ -33,7 +33,19 @@ class Cluster:
                 step=0,
             )
         )
-        self.growth = Growth(spec, suits=self.suits, free=lambda: self.free, clock=lambda: self.now)
+        self.growth = Growth(
+            spec,
+            suits=self.suits,
+            free=lambda: self.free,
+            clock=lambda: self.now,
+            sleep=self.sleep,
+        )
+        self.comes_free: dict[float, dict[str, dict[str, float]]] = {}
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for time in [time for time in self.comes_free if time <= self.now]:
+            self.free |= self.comes_free.pop(time)
 
     @staticmethod
     def suits(spec: Spec) -> bool:
@@ -99,3 +111,29 @@ def test_room_that_comes_and_goes_is_left_alone():
         assert cluster.wanted_after(8) == []
         cluster.free["n0"] = {"CPU": 1.0}
         assert cluster.wanted_after(4) == []
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers"),
+    [
+        ({"n0": 9.0}, 4),  # as before
+        ({"n0": 4.0}, 2),  # of which one is the optimizer actor's, and 3 does not suit the batch
+        ({"n0": 2.0, "n1": 2.0}, 2),
+        ({"n0": 1.0}, 4),  # none fits, so the run waits for as many as it had
+    ],
+)
+def test_a_lost_node_leaves_as_many_workers_as_there_is_room_for(cores, workers):
+    cluster = Cluster(present=4, workers=[1, 8])
+    cluster.free = {}
+    # What dead processes had comes free one after the other.
+    cluster.comes_free = {
+        100.5 + 2 * n: {node: {"CPU": count}} for n, (node, count) in enumerate(cores.items())
+    }
+    assert cluster.growth.left(cluster.lives) == workers
+    assert cluster.now - 100.0 < (1 if workers == 4 and cores["n0"] > 4 else 11)
+
+
+def test_as_many_workers_go_on_where_the_job_does_not_say_otherwise():
+    cluster = Cluster(present=4)
+    cluster.free = {}
+    assert (cluster.growth.left(cluster.lives), cluster.now) == (4, 100.0)

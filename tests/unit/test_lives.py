@@ -129,6 +129,7 @@ def test_a_lost_node_takes_the_run_back_to_the_newest_snapshot_and_says_how_far(
         "snapshot": "run/snapshots/step-4",
         "skipped": ["step-5 is left out: torn"],
         "redone_steps": 3,
+        "workers": 2,
     }
     assert (life.left, life.snapshot) == (None, Path("run/snapshots/step-4"))
     assert lives.arenas is None
@@ -184,6 +185,20 @@ def test_a_lost_node_whose_state_is_on_another_costs_no_step():
     # And where the memory does not do for both, there are snapshots.
     told, life = after(lives, DoesNotFit("no room"))
     assert (told.kind, life.moved, life.left) == ("state_lost", (), None)
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_fewer_workers_go_on_where_a_lost_node_leaves_room_for_fewer(mirrored):
+    lives = lives_of(Latest(Path("run/snapshots/step-4"), ()), alive={"n1"}, optimizers=3)
+    lives.observe(replace(STARTED, detail={**STARTED.detail, "mirrored": mirrored}))
+    lives.observe(event("optimizers_scaled", after=3))
+    present = lives.life.spec
+    one = present.model_copy(update={"cluster": present.cluster.model_copy(update={"workers": 1})})
+    (told,) = lives.go_on(StateLost("node n0 is gone"), fitting=lambda: one)
+    assert (told.kind, told.detail["workers"]) == ("node_lost" if mirrored else "state_lost", 1)
+    cluster = lives.life.spec.cluster
+    assert (cluster.workers, cluster.optimizers, cluster.arenas) == (1, 1, 3)
+    assert bool(lives.life.moved) == mirrored
 
 
 def test_arenas_that_were_moved_are_left_as_others_are():

@@ -1,10 +1,10 @@
-"""Workers that come by themselves when the cluster has room for them (`cluster.autoscale.workers`).
+"""As many workers as the cluster has room for (`cluster.autoscale.workers`).
 
 The driver looks, since it outlives the controllers between which workers change.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ray._private.state import available_resources_per_node
 
@@ -15,10 +15,13 @@ from flatpeak.controller.scale_requests import ScaleRequest
 from flatpeak.controller.spec import Spec
 
 _LOOK_S = 2.0
+_RELEASED_S = 10.0
+_POLL_S = 0.25
 
 
 class Growth:
-    """Asks for more workers of the job `asked` for, once there has been room for long enough.
+    """Asks for more workers of the job `asked` for, once there has been room for long enough, and
+    says how many go on when a node is lost.
 
     `suits` says whether the model and the batch can do with the workers of a job.
     """
@@ -30,8 +33,10 @@ class Growth:
         suits: Callable[[Spec], bool],
         free: Callable[[], Mapping[str, Mapping[str, float]]] = available_resources_per_node,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._settings, self._free, self._clock = asked.cluster.autoscale, free, clock
+        self._settings, self._free = asked.cluster.autoscale, free
+        self._clock, self._sleep = clock, sleep
         self._allowed = allowed_workers(asked, suits)
         self._room = RoomForWorkers(self._settings, clock=clock)
         self._next = 0.0
@@ -43,20 +48,32 @@ class Growth:
         if self._settings.workers is None or self._clock() < self._next:
             return None
         self._next = self._clock() + _LOOK_S
-        cluster = lives.life.spec.cluster
-        worker = {"CPU": float(cluster.cpus_per_worker)} | lives.devices
-        optimizer = {"CPU": float(cluster.cpus_per_optimizer)}
-        room = room_for_workers(
-            self._free(), worker=worker, optimizer=optimizer, served=lives.nodes
-        )
-        self._room.observe(room)
-        decision = self._room.decide(cluster.workers, self._allowed)
+        self._room.observe(self._room_now(lives, served=lives.nodes))
+        decision = self._room.decide(lives.life.spec.cluster.workers, self._allowed)
         if decision.wanted is None:
             return None
         self._room = RoomForWorkers(self._settings, clock=self._clock)
         request = ScaleRequest(workers=decision.wanted)
         self._asked[request.id] = decision.wanted
         return request
+
+    def left(self, lives: Lives) -> int:
+        """The workers to go on with after a life that lost a node: as many as it had, or the most
+        that there is room for now where the job can do with fewer."""
+        present = lives.life.spec.cluster.workers
+        if self._settings.workers is None:
+            return present
+        # What the processes of that life had is free within seconds.
+        deadline = self._clock() + _RELEASED_S
+        while (room := self._room_now(lives, served=())) < present and self._clock() < deadline:
+            self._sleep(_POLL_S)
+        return max((n for n in self._allowed if n <= min(room, present)), default=present)
+
+    def _room_now(self, lives: Lives, *, served: Iterable[str]) -> int:
+        cluster = lives.life.spec.cluster
+        worker = {"CPU": float(cluster.cpus_per_worker)} | lives.devices
+        optimizer = {"CPU": float(cluster.cpus_per_optimizer)}
+        return room_for_workers(self._free(), worker=worker, optimizer=optimizer, served=served)
 
     def refused(self, request: str) -> None:
         """If it was one of these, so many are not asked for again: each try stops the training."""

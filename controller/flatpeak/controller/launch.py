@@ -313,7 +313,7 @@ def _supervise(
                     raise KeyboardInterrupt from None
                 requests.abandon(but=lives.moving)
                 release_group_of(spec.run, dead)
-                for happened in lives.go_on(error):
+                for happened in lives.go_on(error, fitting=requests.fitting):
                     follower(happened)
                     requests.observe(happened)
                 held.hold(lives.arenas)
@@ -440,6 +440,14 @@ class _Requests:
             self._lives.want(Regroup(request.id, spec))
             answer = self._controller.regroup.remote(request.id, spec)
         self._asked = request, answer
+
+    def fitting(self) -> Spec | None:
+        """The job with as many workers as a lost node leaves room for, if that is another."""
+        present = self._lives.life.spec
+        workers = self._growth.left(self._lives)
+        if workers == present.cluster.workers:
+            return None
+        return regrouped(self._asked_spec, present, ScaleRequest(workers=workers))
 
     def observe(self, happened: Event) -> None:
         if isinstance(happened, RunEvent):

@@ -177,14 +177,17 @@ class Lives:
             self.life = replace(self.life, generation=detail["generation"])
         self.settled |= happened.kind in (STARTED, REPLACED)
 
-    def go_on(self, error: FlatpeakError) -> Iterator[RunEvent]:
+    def go_on(
+        self, error: FlatpeakError, *, fitting: Callable[[], Spec | None] = lambda: None
+    ) -> Iterator[RunEvent]:
         """Sets `life` to the one after the present one, which ended with `error`; tells of it.
 
         Raises `error` where another life would not help: at any error but the death of a process or
         a node, and when that comes again and again in the same step. While there is state that
         nobody has taken over yet, everything else is tried again too: only who is to carry it on is
         missing, for whom there may be room soon. When other workers cannot be had, the next life
-        has those of before.
+        has those of before. After the loss of a node `fitting` is asked for the job with as many
+        workers as there is room for then, if that is another.
         """
         dead = isinstance(error, ControllerLost | ProcessLost)
         unsettled = self.life.inherits and not self.settled
@@ -208,12 +211,14 @@ class Lives:
         elif dead or (unsettled and not isinstance(error, StateLost | DoesNotFit)):
             yield event("start_failed", step=self._step, reason=str(error))
         elif not isinstance(error, UpdateLost | DoesNotFit) and (files := self._survivors()):
-            yield event("node_lost", step=self._step, reason=str(error))
-            self._begin(self.life.spec, moved=files)
+            spec = self._fitted(fitting)
+            workers = spec.cluster.workers
+            yield event("node_lost", step=self._step, reason=str(error), workers=workers)
+            self._begin(spec, moved=files)
             return
         else:
-            unsettled = False
-            yield self._back_to_snapshot(error)
+            yield self._back_to_snapshot(error, self._fitted(fitting))
+            return
         if unsettled and self.life.moved:
             self._begin(self.life.spec, moved=self.life.moved)
         else:
@@ -224,10 +229,20 @@ class Lives:
             return None
         return self._left.survivors(self.life.spec.run, self._alive())
 
-    def _back_to_snapshot(self, error: FlatpeakError) -> RunEvent:
+    def _fitted(self, fitting: Callable[[], Spec | None]) -> Spec:
+        spec = fitting()
+        if spec is None:
+            return self.life.spec
+        # In proportion: those that served the workers who are gone have no room either.
+        fewer = self._optimizers * spec.cluster.workers // self.life.spec.cluster.workers
+        self._optimizers = max(1, fewer)
+        return spec
+
+    def _back_to_snapshot(self, error: FlatpeakError, spec: Spec) -> RunEvent:
         latest = self._find(self._folder)
         self._left = None
         self.life = replace(self.life, snapshot=latest.folder)
+        self._begin(spec)
         after = 0 if latest.folder is None else int(latest.folder.name.removeprefix("step-"))
         return event(
             "state_lost",
@@ -236,6 +251,7 @@ class Lives:
             snapshot=None if latest.folder is None else str(latest.folder),
             skipped=list(latest.skipped),
             redone_steps=self._step - after,
+            workers=spec.cluster.workers,
         )
 
     def _begin(

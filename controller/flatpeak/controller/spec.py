@@ -154,7 +154,7 @@ class AutoscaleSpec(Section):
     cooldown_steps: Annotated[int, Field(ge=1, le=100_000)] = 8
     """Steps after a change, or after one that failed, of which nothing is concluded."""
     workers: Annotated[tuple[Processes, Processes], Field(strict=False)] | None = None
-    """[fewest, most] workers, up to which a run grows when there is room; null changes none."""
+    """[fewest, most] workers: more come to free nodes, fewer stay if one is lost; null: neither."""
     workers_free_s: Seconds = 300.0
     """How long there has to be room for more workers before they come; more starts anew less."""
 
