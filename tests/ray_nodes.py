@@ -33,6 +33,10 @@ class Nodes:
         (found,) = [setting for setting in settings if setting.startswith(f"{SHM}=".encode())]
         return [str(folder) for folder in self.folders].index(found.partition(b"=")[2].decode())
 
+    def left(self) -> list[Path]:
+        """What there is in the folders."""
+        return [path for folder in self.folders for path in folder.iterdir()]
+
     def kill(self, number: int) -> None:
         """kill -9 of the node's raylet, with which all of its processes end."""
         self.cluster.remove_node(self.handles[number], allow_graceful=False)

@@ -3,44 +3,26 @@
 A third node has no cores: only actors that take none could be there.
 """
 
-import os
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.cluster_utils import Cluster
 
-from driven_run import SOURCE_ROOTS, driving, tiny_job
+from driven_run import Driver, driving, flatpeak, tiny_job
 from flatpeak.controller.spec import Spec
 from local_run import train_locally
+from ray_nodes import SHM, Nodes, ray_nodes
 
 pytestmark = pytest.mark.timeout(600)
 
-FOLDER = "FLATPEAK_TEST_SHM"  # each node has its own
-
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory) -> Iterator[tuple[str, list[Path]]]:
-    """The address of a Ray of three nodes, the first with cores for three, and their folders."""
-    folders = [tmp_path_factory.mktemp(name) for name in ("workers", "other", "idle")]
-    changed = {"PYTHONPATH": SOURCE_ROOTS, "OMP_NUM_THREADS": "1", FOLDER: str(folders[0])}
-    before = {name: os.environ.get(name) for name in (*changed, "RAY_AUTH_MODE")}
-    os.environ.update(changed)
-    shared: dict[str, Any] = {"object_store_memory": 100 * 2**20, "include_dashboard": False}
-    cluster = Cluster()
-    try:
-        for folder, cores in zip(folders, (3, 1, 0), strict=True):
-            os.environ[FOLDER] = str(folder)
-            cluster.add_node(num_cpus=cores, **shared)
-        os.environ[FOLDER] = str(folders[0])
-        yield cluster.address, folders
-    finally:
-        cluster.shutdown()
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            os.environ.update({} if value is None else {name: value})
+def nodes(tmp_path_factory) -> Iterator[Nodes]:
+    with ray_nodes(tmp_path_factory.mktemp("nodes"), cores=(3, 1, 0)) as nodes:
+        yield nodes
 
 
 def job(folder: Path, address: str, *, steps: int = 4, **cluster: Any) -> Spec:
@@ -56,7 +38,7 @@ def job(folder: Path, address: str, *, steps: int = 4, **cluster: Any) -> Spec:
             "workers": 2,
             "address": address,
             "optimizer_placement": "anywhere",
-            "shm_dir": f"${FOLDER}",
+            "shm_dir": f"${SHM}",
             **cluster,
         },
         parallel={"sequence": 1, "expert": 2, "vocabulary": 2},
@@ -72,20 +54,19 @@ def wanted(tmp_path_factory) -> list[float]:
 
 @pytest.mark.parametrize("optimizers", [1, 2], ids=["all elsewhere", "one of two elsewhere"])
 def test_losses_are_those_of_a_run_in_shared_memory(tmp_path, nodes, wanted, optimizers):
-    address, folders = nodes
-    with driving(job(tmp_path, address, optimizers=optimizers), tmp_path) as driver:
+    with driving(job(tmp_path, nodes.address, optimizers=optimizers), tmp_path) as driver:
         parameters = driver.wait_for(kind="started")["detail"]["parameters"]
         driver.wait_for(step=1)
-        arenas = [len(list(folder.iterdir())) for folder in folders]
-        homes = {name: folder_of(pid) for name, pid in driver.pids().items()}
+        arenas = [len(list(folder.iterdir())) for folder in nodes.folders]
+        homes = {name: nodes.of(pid) for name, pid in driver.pids().items()}
         ended = driver.end()
         assert driver.left() == []
     assert (ended.code, ended.err) == (0, "")
     assert arenas == [optimizers - 1, 1, 0]
-    assert [list(folder.iterdir()) for folder in folders] == [[], [], []]
+    assert nodes.left() == []
     # An actor keeps its node from being given back, also one that takes no core.
-    assert set(homes.values()) == {str(folder) for folder in folders[:2]}
-    assert homes["controller"] == homes["worker-0"] == str(folders[0])
+    assert set(homes.values()) == {0, 1}
+    assert homes["controller"] == homes["worker-0"] == 0
     assert [step["loss"] for step in ended.steps()] == wanted
     figures = [step["optimizer"] for step in ended.steps()]
     print(f"{parameters} parameters, {figures[-1]}")
@@ -96,14 +77,19 @@ def test_losses_are_those_of_a_run_in_shared_memory(tmp_path, nodes, wanted, opt
     assert all(step["boundaries"]["offloaded_bytes"] > 0 for step in ended.steps())
 
 
-@pytest.mark.parametrize("victim", ["optimizer-0", "worker-1"])
-def test_a_run_goes_on_without_an_actor_or_a_worker_that_is_killed(tmp_path, nodes, victim):
-    address, folders = nodes
-    with driving(job(tmp_path, address, steps=5000), tmp_path) as driver:
-        driver.wait_for(step=2)
-        driver.kill_actor(victim)
-        driver.wait_for(kind="workers_replaced")
+def test_a_run_goes_on_without_those_that_are_killed_and_with_other_actors(tmp_path, nodes):
+    with driving(job(tmp_path, nodes.address, steps=5000), tmp_path) as driver:
+        parameters = driver.wait_for(kind="started")["detail"]["parameters"]
+        for victim in ("optimizer-0", "worker-1"):
+            driver.wait_for(type="step")
+            driver.wait_for(type="step")
+            driver.kill_actor(victim)
+            driver.wait_for(kind="workers_replaced")
         driver.wait_for(type="step")
+        answers = [scale(driver, optimizers) for optimizers in (0, 3, 2)]
+        driver.wait_for(type="step")
+        arenas = [len(list(folder.iterdir())) for folder in nodes.folders]
+        answers.append(scale(driver, 1))
         driver.wait_for(type="step")
         driver.signal(signal.SIGINT)
         ended = driver.end()
@@ -111,15 +97,25 @@ def test_a_run_goes_on_without_an_actor_or_a_worker_that_is_killed(tmp_path, nod
     assert ended.code == 130
     assert "Traceback" not in ended.err
     # A worker of an actor that died has lost what it had sent, and all workers begin anew.
-    assert ended.kinds().count("worker_lost") == 1
-    assert ended.kinds().count("optimizer_replaced") == (victim == "optimizer-0")
-    assert [list(folder.iterdir()) for folder in folders] == [[], [], []]
+    assert ended.kinds().count("worker_lost") == 2
+    assert ended.kinds().count("optimizer_replaced") == 1
+    # Between nodes the state is copied.
+    assert [code for code, _ in answers] == [2, 2, 0, 0]
+    assert "cluster.optimizers = 0" in answers[0][1]
+    assert "3 optimizer actors instead of 1 need 1 CPUs more than there are" in answers[1][1]
+    moved = [json.loads(text) for _, text in answers[2:]]
+    assert [(m["before"], m["after"], m["copied_bytes"]) for m in moved] == [
+        (1, 2, 12 * parameters),
+        (2, 1, 12 * parameters),
+    ]
+    assert arenas == [1, 1, 0]
+    assert nodes.left() == []
     losses = [step["loss"] for step in ended.steps()]
     assert losses == train_locally(job(tmp_path, "local", steps=len(losses)), tmp_path).losses
 
 
-def folder_of(pid: int) -> str:
-    """The arena folder of the process's node."""
-    settings = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    (found,) = [setting for setting in settings if setting.startswith(f"{FOLDER}=".encode())]
-    return found.partition(b"=")[2].decode()
+def scale(driver: Driver, optimizers: int) -> tuple[int, str]:
+    """Exit code and what was printed."""
+    arguments = ("--optimizers", str(optimizers), "--runs-dir", driver.spec.runs_dir, "--json")
+    done = flatpeak("scale", "tiny", *arguments, folder=driver.folder)
+    return done.returncode, done.stdout or done.stderr

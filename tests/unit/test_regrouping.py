@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatpeak.controller.lives import ArenaFile, ControllerLost, Lives
+from flatpeak.controller.lives import ArenaFile, ControllerLost, Left, Lives
 from flatpeak.controller.regrouping import Regroup, Regrouping, refusal, too_little_room
 from flatpeak.controller.runs import event
 from flatpeak.controller.spec import ClusterSpec
@@ -49,7 +49,8 @@ def test_workers_that_the_cluster_cannot_place_are_refused_with_what_is_free(
         assert found is None
     else:
         assert found is not None
-        assert found.startswith(f"{wanted.workers} workers instead of 2 ")
+        who = "optimizer actors instead of 1 " if wanted.optimizers > 1 else "workers instead of 2 "
+        assert found.partition(" ")[2].startswith(who)
         with pytest.raises(AssertionError, match=reason):
             raise AssertionError(found)
 
@@ -66,15 +67,17 @@ def test_a_second_request_waits_for_the_first():
     spec = tiny_spec(tiny_content("qwen3_moe"), cluster={"workers": 2})
     assert regrouping.due() is None
     assert regrouping.ask(Regroup("one", spec)) is None
-    assert regrouping.ask(Regroup("two", spec)) == "a change to 2 workers is under way; wait"
+    assert regrouping.ask(Regroup("two", spec)) == (
+        "a change to 2 workers and 1 optimizer actors is under way; wait"
+    )
     assert regrouping.due() == Regroup("one", spec)
 
 
 # Lives
 
 
-def moving_lives() -> Lives:
-    """In the life that is to have four workers in the place of two."""
+def moving_lives(*, workers: int = 4, optimizers: int = 1) -> Lives:
+    """In the life that is to have so many processes in the place of two workers and one actor."""
     config = tiny_content("qwen3_moe")
     tokens = iter(f"token-{n}" for n in range(9))
     lives = Lives(
@@ -95,7 +98,8 @@ def moving_lives() -> Lives:
         )
     )
     assert not lives.move()
-    lives.want(Regroup("request", tiny_spec(config, cluster={"workers": 4})))
+    cluster = {"workers": workers, "optimizers": optimizers}
+    lives.want(Regroup("request", tiny_spec(config, cluster=cluster)))
     assert not lives.move()  # the run ended before it came to that
     lives.want(Regroup("refused", tiny_spec(config, cluster={"workers": 8})))
     lives.observe(event("workers_leaving", step=3, for_request="request"))
@@ -181,8 +185,31 @@ def test_workers_that_cannot_be_had_give_way_to_those_of_before(error):
     assert (lives.life.spec.cluster.workers, lives.life.moved) == (2, ())
     assert lives.life.left is not None
     assert lives.life.left.token == "token-0"
-    with pytest.raises(ClusterError):
-        list(lives.go_on(ClusterError("no room")))
+    # These have the state to take over, and are given as many tries as others who do.
+    [told] = lives.go_on(ClusterError("no room"))
+    assert (told.kind, lives.life.left) == ("start_failed", Left("token-0", ("n0", "n0"), ("n0",)))
+
+
+def test_optimizer_actors_anywhere_change_as_workers_do_and_are_undone_as_they_are():
+    lives = moving_lives(workers=2, optimizers=3)
+    assert (lives.life.spec.cluster.optimizers, lives.spec.cluster.optimizers) == (3, 3)
+    started = event(
+        "started",
+        worker_nodes=["n0"] * 2,
+        arena_nodes=["n0", "n1", "n2"],
+        optimizers=3,
+        mirrored=False,
+        step=3,
+        parameters=10,
+    )
+    lives.observe(started)
+    [told] = lives.moved(started)
+    assert (told.kind, told.detail["before"], told.detail["after"]) == ("optimizers_moved", 1, 3)
+    assert told.detail["copied_bytes"] == 120
+    undone = moving_lives(workers=2, optimizers=3)
+    [told] = undone.go_on(ClusterError("no room"))
+    assert told.kind == "scaling_refused"
+    assert (undone.life.spec.cluster.optimizers, undone.life.spec.cluster.workers) == (1, 2)
 
 
 # State

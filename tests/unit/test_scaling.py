@@ -46,13 +46,6 @@ def test_what_cannot_be_placed_is_refused_with_what_is_free(wanted, present, rea
     assert found is None if reason is None else reason in found
 
 
-def test_actors_that_workers_reach_over_the_network_stay():
-    found = refusal(3, 2, capacity(fixed=True))
-    assert found is not None
-    assert "cluster.optimizer_placement = anywhere" in found
-    assert "--set cluster.optimizers=3" in found
-
-
 def test_what_was_handed_over_is_counted_and_copies_are_to_other_nodes():
     buckets = [Bucket(n, 0, n, (Range("p", n, n + 1),), "float32", True, "adamw") for n in range(3)]
     report = handed_over(

@@ -26,7 +26,7 @@ from flatpeak.controller.display import count
 from flatpeak.controller.exporters import Exporters
 from flatpeak.controller.heartbeats import Heartbeats
 from flatpeak.controller.host_plan import check_host_bytes, first_of_nodes, planned_host_bytes
-from flatpeak.controller.lives import REPLACED, STARTED, Life
+from flatpeak.controller.lives import REPLACED, STARTED, Life, sized
 from flatpeak.controller.metrics import RunMetrics
 from flatpeak.controller.mirrors import NOTHING_MIRRORED, Mirrored, check_nodes
 from flatpeak.controller.old_arenas import OldArenas
@@ -172,11 +172,11 @@ class Controller:
         return self._scaling.ask(request, optimizers)
 
     def regroup(self, request: str, spec: Spec) -> str | None:
-        """Asks for the workers of `spec`, for which this controller makes way after a step; the
+        """Asks for the processes of `spec`, for which this controller makes way after a step; the
         reason where that is refused."""
-        device = self._device
+        present = sized(self.spec, len(self._optimizers)).cluster
         free = ray.available_resources()
-        reason = refusal(spec.cluster, self.spec.cluster, free=free, device=device)
+        reason = refusal(spec.cluster, present, free=free, device=self._device)
         if reason is not None:
             return reason
         if (reason := self._scaling.closed) is not None:
@@ -599,7 +599,6 @@ class Controller:
             arenas=len(self._arenas.used),
             cpus_per_actor=cluster.cpus_per_optimizer,
             free_cpus=free_cpus(),
-            fixed=cluster.optimizer_placement == "anywhere",
         )
 
     def _mirror(self, result: StepResult) -> Generator[Event, None, Mirrored]:

@@ -191,6 +191,12 @@ def event_line(event: RunEvent) -> str | None:
             )
         case "workers_leaving":
             return f"the workers make way for others after step {detail['step']}"
+        case "optimizers_moved":
+            return (
+                f"{detail['before']} to {count(detail['after'], 'optimizer actor')} after step "
+                f"{detail['step']}, {detail['copied_bytes']:,} bytes of state moved, in "
+                f"{detail['seconds']:.1f} s"
+            )
         case "workers_scaled":
             degrees = ", ".join(f"{n} {detail[n]}" for n in ("sequence", "expert", "vocabulary"))
             return (

@@ -89,11 +89,16 @@ def resolve(spec: Spec, resume: Resume | None = None) -> Spec:
 
 
 def regrouped(asked: Spec, present: Spec, request: ScaleRequest) -> Spec:
-    """The job with other workers, its degrees resolved; raises what `resolve` raises for them."""
-    cluster = present.cluster.model_copy(update={"workers": request.workers})
-    data = asked.model_dump() | {"cluster": cluster.model_dump()}
-    data["parallel"] |= request.degrees
-    spec = parse_spec(data, source="the job with these workers")
+    """The job with other processes than at `present`, its degrees resolved; raises what `resolve`
+    raises for them."""
+    data = asked.model_dump() | {"cluster": present.cluster.model_dump()}
+    if request.workers is None:
+        data["cluster"]["optimizers"] = request.optimizers
+        data["parallel"] = present.parallel.model_dump()
+    else:
+        data["cluster"]["workers"] = request.workers
+        data["parallel"] |= request.degrees
+    spec = parse_spec(data, source=f"the job with {request.wanted}")
     config = checkpoint.load_config(path=spec.model.path, config=spec.model.config)
     resolved = _resolved(spec, config)
     check_dispatch_budget(resolved, checkpoint.build_meta_model(config))
@@ -429,11 +434,13 @@ class _Requests:
             self._refuse(request.id, reason)
 
     def _ask(self, request: ScaleRequest) -> None:
-        if request.workers is None:
+        anywhere = self._asked_spec.cluster.optimizer_placement == "anywhere"
+        # Arenas stay where they are, and those of actors anywhere have no other actors there.
+        if request.workers is None and not anywhere:
             answer = self._controller.scale.remote(request.id, request.optimizers)
         else:
             try:
-                spec = regrouped(self._asked_spec, self._lives.life.spec, request)
+                spec = regrouped(self._asked_spec, self._lives.spec, request)
             except FlatpeakError as error:
                 self._refuse(request.id, str(error))
                 return
@@ -443,7 +450,7 @@ class _Requests:
 
     def fitting(self) -> Spec | None:
         """The job with as many workers as a lost node leaves room for, if that is another."""
-        present = self._lives.life.spec
+        present = self._lives.spec
         workers = self._growth.left(self._lives)
         if workers == present.cluster.workers:
             return None

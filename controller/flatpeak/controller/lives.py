@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from flatpeak.controller.leftovers import arena_name, mirror_name
-from flatpeak.controller.regrouping import LEAVING, REGROUPED, Regroup
+from flatpeak.controller.regrouping import LEAVING, OPTIMIZERS_MOVED, REGROUPED, Regroup
 from flatpeak.controller.runs import Event, RunEvent, StepRecord, event
 from flatpeak.controller.scale_requests import DONE, REFUSED
 from flatpeak.controller.spec import ClusterSpec, Spec
@@ -135,11 +136,16 @@ class Lives:
         self._wanted: dict[str, Regroup] = {}  # by request
         self._change: Regroup | None = None  # the one that is carried out
         self._failures = 0  # of that
-        self._before: tuple[Spec, float] | None = None  # while the workers change, and since when
+        self._before: tuple[Spec, float] | None = None  # while processes change, and since when
         self._leaving: str | None = None  # for which request
         self._optimizers = spec.cluster.optimizers
         self._step = 0
         self._deaths: Counter[int] = Counter()
+
+    @property
+    def spec(self) -> Spec:
+        """The job of the present life, with as many optimizer actors as it has now."""
+        return sized(self.life.spec, self._optimizers)
 
     @property
     def arenas(self) -> str | None:
@@ -196,6 +202,7 @@ class Lives:
             if not dead or self._failures >= DEATHS_IN_A_STEP:
                 yield self._refuse(str(error))
                 spec, self._before = self._before[0], None
+                self._optimizers = spec.cluster.optimizers
                 self._begin(spec, left=self._left)
                 return
         elif not dead and not isinstance(error, StateLost) and not unsettled:
@@ -257,17 +264,12 @@ class Lives:
     def _begin(
         self, spec: Spec, *, left: Left | None = None, moved: tuple[ArenaFile, ...] = ()
     ) -> None:
-        cluster = spec.cluster.model_copy(
-            update={"optimizers": self._optimizers, "max_optimizers": _arenas(spec.cluster)}
-        )
         mirrors = self._mirrors if left is None else int(left.mirrored)
-        optimizer = spec.memory.optimizer.model_copy(update={"mirrors": mirrors})
-        memory = spec.memory.model_copy(update={"optimizer": optimizer})
         kept = None if self._left is None else self._left.token
         self._leaving = None
         self.life = replace(
             self.life,
-            spec=spec.model_copy(update={"cluster": cluster, "memory": memory}),
+            spec=mirrored(sized(spec, self._optimizers), mirrors),
             stale=tuple(token for token in self.tokens if token != kept),
             token=self._new_token(),
             number=self.life.number + 1,
@@ -278,7 +280,7 @@ class Lives:
         self.tokens.append(self.life.token)
         self.settled = False
 
-    # Other workers
+    # Other processes
 
     def want(self, regroup: Regroup) -> None:
         """What the present life is asked for; if it makes way for that, the next one has it."""
@@ -286,7 +288,7 @@ class Lives:
 
     @property
     def moving(self) -> str | None:
-        """The request for other workers that the present life is to have, and has not yet."""
+        """The request for other processes that the present life is to have, and has not yet."""
         assert self._before is None or self._change is not None
         return None if self._before is None or self._change is None else self._change.request
 
@@ -297,7 +299,8 @@ class Lives:
         assert self._left is not None
         self._change, self._failures = self._wanted[self._leaving], 0
         self._wanted = {}
-        self._before = self.life.spec, time.monotonic()
+        self._before = self.spec, time.monotonic()
+        self._optimizers = self._change.spec.cluster.optimizers
         self._begin(self._change.spec, moved=self._left.files(self.life.spec.run))
         return True
 
@@ -307,14 +310,20 @@ class Lives:
             return
         assert self._change is not None
         (before, began), self._before = self._before, None
-        now = self.life.spec
+        now = self._change.spec
+        counts: dict[str, Any] = {
+            "before": before.cluster.workers,
+            "after": now.cluster.workers,
+            **now.parallel.degrees,
+        }
+        kind, optimizers = REGROUPED, (before.cluster.optimizers, now.cluster.optimizers)
+        if counts["before"] == counts["after"] and optimizers[0] != optimizers[1]:
+            kind, counts = OPTIMIZERS_MOVED, {"before": optimizers[0], "after": optimizers[1]}
         yield event(
-            REGROUPED,
+            kind,
             request=self._change.request,
             step=started.detail["step"],
-            before=before.cluster.workers,
-            after=now.cluster.workers,
-            **now.parallel.degrees,
+            **counts,
             copied_bytes=STATE_BYTES * started.detail["parameters"],
             seconds=time.monotonic() - began,
         )
@@ -322,6 +331,19 @@ class Lives:
     def _refuse(self, reason: str) -> RunEvent:
         assert self._change is not None
         return event(REFUSED, request=self._change.request, reason=reason)
+
+
+def sized(spec: Spec, optimizers: int) -> Spec:
+    """The job with so many optimizer actors, for as many arenas as it has."""
+    changed = {"optimizers": optimizers, "max_optimizers": _arenas(spec.cluster)}
+    return spec.model_copy(update={"cluster": spec.cluster.model_copy(update=changed)})
+
+
+def mirrored(spec: Spec, mirrors: int) -> Spec:
+    """The job with so many mirrors of each arena."""
+    optimizer = spec.memory.optimizer.model_copy(update={"mirrors": mirrors})
+    memory = spec.memory.model_copy(update={"optimizer": optimizer})
+    return spec.model_copy(update={"memory": memory})
 
 
 def _arenas(cluster: ClusterSpec) -> int | None:

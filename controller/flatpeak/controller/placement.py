@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from flatpeak.controller.leftovers import remove_arenas
-from flatpeak.controller.lives import ArenaFile, Left
+from flatpeak.controller.lives import ArenaFile, Left, mirrored, sized
 from flatpeak.controller.spec import ClusterSpec, Spec
 from flatpeak.workers.actors import HEARTBEAT, OptimizerActor, TrainWorker
 from flatpeak.workers.buckets import Bucket
@@ -189,14 +189,10 @@ def suited_to(spec: Spec, nodes: Sequence[str]) -> Spec:
     may be on more `nodes` than before; and without mirrors where there is only one."""
     cluster = spec.cluster
     if len(nodes) < 2:
-        optimizer = spec.memory.optimizer.model_copy(update={"mirrors": 0})
-        memory = spec.memory.model_copy(update={"optimizer": optimizer})
-        spec = spec.model_copy(update={"memory": memory})
+        spec = mirrored(spec, 0)
     if cluster.optimizer_placement == "anywhere":
         return spec
-    wanted = max(cluster.optimizers, min(len(nodes), cluster.arenas))
-    changed = {"optimizers": wanted, "max_optimizers": cluster.arenas}
-    return spec.model_copy(update={"cluster": cluster.model_copy(update=changed)})
+    return sized(spec, max(cluster.optimizers, min(len(nodes), cluster.arenas)))
 
 
 def optimizer_homes(spec: Spec, workers: Sequence[Placed]) -> list[str]:

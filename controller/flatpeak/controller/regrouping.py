@@ -1,9 +1,10 @@
 """Changing the number of workers while a run goes on, up to the boundary where it happens.
 
-Other workers mean other shards, and these other buckets. So the state is cut anew: the controller
-ends after a step, the next one starts the workers that are wanted, and moves the state from the old
-arenas into new ones, in memory. The old ones are kept until that is done; if it cannot be, the run
-goes on with them.
+Other workers mean other shards, and these other buckets; other optimizer actors, where they may be
+anywhere, mean arenas on other nodes. So the state is cut anew: the controller ends after a step,
+the next one starts the processes that are wanted, and moves the state from the old arenas into new
+ones, in memory. The old ones are kept until that is done; if it cannot be, the run goes on with
+them.
 """
 
 import threading
@@ -12,12 +13,12 @@ from dataclasses import dataclass
 
 from flatpeak.controller.spec import ClusterSpec, Spec
 
-LEAVING, REGROUPED = "workers_leaving", "workers_scaled"
+LEAVING, REGROUPED, OPTIMIZERS_MOVED = "workers_leaving", "workers_scaled", "optimizers_moved"
 
 
 @dataclass(frozen=True)
 class Regroup:
-    """A request for the workers of `spec`, which has its degrees resolved."""
+    """A request for the processes of `spec`, which has its degrees resolved."""
 
     request: str
     spec: Spec
@@ -37,8 +38,11 @@ def refusal(
     if not short:
         return None
     has = ", ".join(f"{free.get(name, 0.0):g} {name}s" for name in needed)
+    what = f"{wanted.workers} workers instead of {present.workers}"
+    if wanted.workers == present.workers:
+        what = f"{wanted.optimizers} optimizer actors instead of {present.optimizers}"
     return (
-        f"{wanted.workers} workers instead of {present.workers} need "
+        f"{what} need "
         + " and ".join(f"{amount:g} {name}s" for name, amount in short.items())
         + f" more than there are; free in the cluster: {has}. Add nodes, wait for other jobs to "
         "end, or ask for fewer"
@@ -53,7 +57,7 @@ def too_little_room(needed: Mapping[str, int], rooms: Mapping[str, int]) -> str 
             return (
                 f"while the state moves, the new arenas need about {nbytes:,} bytes beside the old "
                 f"ones on node {node}, which has {rooms[node]:,} free; stop the run and resume it "
-                "with another cluster.workers, which goes by a snapshot"
+                "with other processes, which goes by a snapshot"
             )
     return None
 
@@ -76,8 +80,11 @@ class Regrouping:
         """Notes it; the reason where that is refused."""
         with self._lock:
             if self._asked is not None:
-                workers = self._asked.spec.cluster.workers
-                return f"a change to {workers} workers is under way; wait"
+                cluster = self._asked.spec.cluster
+                return (
+                    f"a change to {cluster.workers} workers and {cluster.optimizers} optimizer "
+                    "actors is under way; wait"
+                )
             self._asked = regroup
             return None
 

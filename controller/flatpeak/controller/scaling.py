@@ -30,8 +30,6 @@ class Capacity:
     arenas: int
     cpus_per_actor: int
     free_cpus: Mapping[str, float]
-    fixed: bool = False
-    """Whether workers reach actors over the network, through links that no other can take over."""
 
     def home(self, actor: int) -> str:
         return home_of(actor, self.nodes)
@@ -45,12 +43,6 @@ class Capacity:
 
 def refusal(wanted: int, present: int, capacity: Capacity) -> str | None:
     """Why there cannot be `wanted` optimizer actors instead of `present`; None where there can."""
-    if capacity.fixed:
-        return (
-            "cluster.optimizer_placement = anywhere: workers reach the optimizer actors over the "
-            "network, and these cannot change while the run goes on; stop the run and resume it "
-            f"with --set cluster.optimizers={max(wanted, 1)}"
-        )
     least, most = len(capacity.nodes), capacity.arenas
     if not least <= wanted <= most:
         return (
