@@ -87,10 +87,11 @@ def test_a_run_goes_on_without_those_that_are_killed_and_with_other_actors(tmp_p
             driver.wait_for(kind="workers_replaced")
         driver.wait_for(type="step")
         answers = [scale(driver, optimizers) for optimizers in (0, 3, 2)]
-        driver.wait_for(type="step")
+        # By then the old arenas are gone.
+        driver.wait_for(step=json.loads(answers[-1][1])["step"] + 1)
         arenas = [len(list(folder.iterdir())) for folder in nodes.folders]
         answers.append(scale(driver, 1))
-        driver.wait_for(type="step")
+        driver.wait_for(step=json.loads(answers[-1][1])["step"] + 1)
         driver.signal(signal.SIGINT)
         ended = driver.end()
         assert driver.left() == []
