@@ -231,6 +231,7 @@ def test_a_stopped_and_a_killed_actor_end_the_waits_for_them(tmp_path):
         )
         first._weights.link.timeout_s = 1.0  # not before: to connect may take a busy machine longer
         actor.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, actor.pid, os.WSTOPPED | os.WNOWAIT)  # until then it may still answer
         with pytest.raises(WaitTimeout, match=r"actor 7 at 127.0.0.1 did not answer within 1 s"):
             first.read_places(0, 0, [(0, torch.empty(4))])
         actor.kill()
