@@ -197,7 +197,7 @@ def test_fewer_workers_go_on_where_a_lost_node_leaves_room_for_fewer(mirrored):
     (told,) = lives.go_on(StateLost("node n0 is gone"), fitting=lambda: one)
     assert (told.kind, told.detail["workers"]) == ("node_lost" if mirrored else "state_lost", 1)
     cluster = lives.life.spec.cluster
-    assert (cluster.workers, cluster.optimizers, cluster.arenas) == (1, 1, 3)
+    assert (cluster.workers, cluster.optimizers, cluster.arenas) == (1, 3, 3)
     assert bool(lives.life.moved) == mirrored
 
 

@@ -11,11 +11,14 @@ from flatpeak.controller.placement import (
     homes_beside,
     remote_ranks,
     slab_regions,
+    suited_to,
 )
 from flatpeak.controller.spec import ClusterSpec
 from flatpeak.workers.buckets import Bucket
 from flatpeak.workers.errors import ClusterError
 from flatpeak.workers.trainer import SlabRegion
+from local_run import tiny_spec
+from tiny_models import tiny_content
 
 
 def on(*nodes: str) -> list[Placed]:
@@ -82,3 +85,33 @@ def test_ranks_are_remote_to_the_arenas_of_other_nodes_that_have_their_buckets()
         for index, (rank, arena) in enumerate(pairs)
     ]
     assert remote_ranks(buckets, on("a", "b", "c"), "ab") == {0: [2], 1: [0, 2]}
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "asked", "optimizers", "mirrors"),
+    [
+        ({"a": 1, "b": 1}, {"a": 3.0, "b": 3.0}, 2, 2, 1),  # as before
+        ({"a": 1, "b": 2}, {"a": 3.0, "b": 3.0}, 1, 2, 1),  # on more nodes than before
+        ({"a": 2}, {"a": 3.0}, 2, 1, 0),  # the lost node had one of the actors
+        ({"a": 3, "b": 2}, {"a": 5.0, "b": 3.0}, 4, 3, 1),
+        ({"a": 3}, {"a": 3.0}, 2, 2, 0),  # not even one: its placement says so
+    ],
+)
+def test_a_later_life_has_the_actors_that_its_nodes_need_and_have_cores_for(
+    workers, cores, asked, optimizers, mirrors
+):
+    spec = tiny_spec(
+        tiny_content("qwen3_moe"),
+        cluster={"workers": 2, "optimizers": asked, "max_optimizers": 4, "address": "auto"},
+        memory={"optimizer": {"mirrors": 1}},
+    )
+    found = suited_to(spec, Counter(workers), cores)
+    assert (found.cluster.optimizers, found.cluster.arenas) == (optimizers, 4)
+    assert found.memory.optimizer.mirrors == mirrors
+
+
+def test_actors_anywhere_are_as_many_as_there_are_cores_for():
+    cluster = {"workers": 2, "optimizers": 4, "optimizer_placement": "anywhere", "address": "auto"}
+    spec = tiny_spec(tiny_content("qwen3_moe"), cluster=cluster)
+    found = suited_to(spec, Counter(a=2), {"a": 4.0, "b": 1.0}).cluster
+    assert (found.optimizers, found.arenas) == (3, 3)

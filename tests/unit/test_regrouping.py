@@ -8,13 +8,22 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flatpeak.controller.lives import ArenaFile, ControllerLost, Left, Lives
+from flatpeak.controller.launch import regrouped
+from flatpeak.controller.lives import ArenaFile, ControllerLost, Left, Lives, sized
 from flatpeak.controller.regrouping import Regroup, Regrouping, refusal, too_little_room
 from flatpeak.controller.runs import event
+from flatpeak.controller.scale_requests import ScaleRequest
 from flatpeak.controller.spec import ClusterSpec
 from flatpeak.workers.arena import Arena
 from flatpeak.workers.buckets import Bucket, Range, Shard, cut_buckets
-from flatpeak.workers.errors import ClusterError, ProcessLost, RunFailed, StateLost, WaitTimeout
+from flatpeak.workers.errors import (
+    ClusterError,
+    ProcessLost,
+    RunFailed,
+    SpecError,
+    StateLost,
+    WaitTimeout,
+)
 from flatpeak.workers.optimizer import AdamW, OptimizerCore
 from flatpeak.workers.snapshot import Latest, restore
 from flatpeak.workers.state_source import Held, StateReader, StateSource
@@ -98,7 +107,9 @@ def moving_lives(*, workers: int = 4, optimizers: int = 1) -> Lives:
         )
     )
     assert not lives.move()
-    cluster = {"workers": workers, "optimizers": optimizers}
+    cluster: dict[str, object] = {"workers": workers, "optimizers": optimizers}
+    if optimizers > 1:
+        cluster |= {"optimizer_placement": "anywhere", "address": "auto"}
     lives.want(Regroup("request", tiny_spec(config, cluster=cluster)))
     assert not lives.move()  # the run ended before it came to that
     lives.want(Regroup("refused", tiny_spec(config, cluster={"workers": 8})))
@@ -210,6 +221,24 @@ def test_optimizer_actors_anywhere_change_as_workers_do_and_are_undone_as_they_a
     [told] = undone.go_on(ClusterError("no room"))
     assert told.kind == "scaling_refused"
     assert (undone.life.spec.cluster.optimizers, undone.life.spec.cluster.workers) == (1, 2)
+
+
+def test_the_job_with_other_workers_keeps_the_actors_that_there_are_whatever_it_began_with():
+    asked = tiny_spec(
+        tiny_content("qwen3_moe"),
+        cluster={
+            "workers": 2,
+            "optimizers": 3,
+            "max_optimizers": 4,
+            "autoscale": {"optimizers": [3, 4]},
+        },
+    )
+    # A lost node had the others, and autoscaling asks for them again when it has seen enough.
+    found = regrouped(asked, sized(asked, 2), ScaleRequest(workers=4, degrees={"expert": 2}))
+    assert (found.cluster.workers, found.cluster.optimizers, found.cluster.arenas) == (4, 2, 4)
+    assert found.parallel.expert == 2
+    with pytest.raises(SpecError, match="no multiple of 3"):
+        regrouped(asked, asked, ScaleRequest(workers=3))
 
 
 # State

@@ -6,7 +6,8 @@ passes would still not wait. What keeps this from going back and forth: going up
 window above the bound and going down half of the bound; and a run that once had too few actors for
 its updates does not try that number again before these have become half as long.
 
-More workers come when there has been room for them for a while. Fewer are never chosen.
+More workers come when there has been room for them for a while. Fewer are never chosen here: only
+the loss of a node leaves fewer.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -38,6 +38,8 @@ from flatpeak.controller.placement import (
     arena_homes,
     arenas_beside,
     arenas_for,
+    by_node,
+    cores_of_nodes,
     free_cpus,
     living_nodes,
     living_runs,
@@ -122,7 +124,8 @@ class Controller:
             ask=self._ask,
         )
         self._watch = NodeWatch()
-        self._going: set[str] = set()  # nodes that are to go soon
+        self._nodes: set[str] = set()  # without which the run cannot go on
+        self._going: set[str] = set()  # of these, those that are to go soon
         self._arenas = ArenaSet(spec, (life.left or life).token)
         self._filled = False  # whether the actors were told to make them
         self._team = OptimizerTeam(
@@ -263,7 +266,7 @@ class Controller:
         yield event("workers_placed", device=device, workers=len(self._workers), nodes=placed)
         if left is None:  # before the model is built, so that both start at once
             if again:
-                spec = yield from self._suit_to(placed)
+                spec = yield from self._suit_to_nodes()
             check_nodes(spec, placed)
             self._start_optimizers(optimizer_homes(spec, self._workers))
         yield from self._exporters.open()
@@ -276,7 +279,7 @@ class Controller:
             yield from self._crew.replace(death, step=self._committed)
         times.append(time.perf_counter())
         homes = arena_homes(spec, self._workers, self._optimizers)
-        self._arenas.homes = homes
+        self._arenas.homes, self._nodes = homes, {*homes}
         buckets = cut_buckets(
             [shard for own in self._crew.shards for shard in own],
             bucket_parameters=spec.memory.optimizer.bucket_parameters,
@@ -317,11 +320,12 @@ class Controller:
                 optimizers=len(self._optimizers),
                 mirrored=self._arenas.mirrors.wanted,
             )
-        self._snapshots.find(self._committed)
+        self._nodes.update(placed)  # from now on workers are replaced where they were
         self._started = True
 
-    def _suit_to(self, nodes: Sequence[str]) -> Generator[Event, None, Spec]:
-        asked, self.spec = self.spec, suited_to(self.spec, nodes)
+    def _suit_to_nodes(self) -> Generator[Event, None, Spec]:
+        asked = self.spec
+        self.spec = suited_to(asked, by_node(self._workers), cores_of_nodes())
         if asked.memory.optimizer.mirrors and not self.spec.memory.optimizer.mirrors:
             self._arenas = ArenaSet(self.spec, self._arenas.token)
             text = "all workers are on one node now, so the optimizer state has no mirrors"
@@ -348,6 +352,7 @@ class Controller:
                 self._committed = reader.step
                 self._team.last = Update(reader.step, 0.0, None)
             yield event("resumed", snapshot=str(snapshot), step=self._committed)
+        self._snapshots.find(self._committed)
         actors, arenas = self._optimizers, self._arenas
         living = [run for run in living_runs() if run != self.spec.run or self._life.moved]
         self._ask([*self._workers, *actors], "start of the actors", "sweep", living)
@@ -412,6 +417,7 @@ class Controller:
         versions = {version for found in answers.values() for version in found}
         update = self._last_update(versions)
         self._committed = min(versions)
+        self._snapshots.find(self._committed)
         self._team.finish(update, beside=self._crew.update(*update) if self._on_device else {})
 
     def _attach_or_replace(self) -> Iterator[Event]:
@@ -514,7 +520,7 @@ class Controller:
 
     def _see_notices(self) -> Generator[Event, None, bool]:
         """Whether a node of the run is to go soon: until then there is a snapshot of each step."""
-        going = self._watch.notices({*self._arenas.homes, *worker_nodes(self._workers)})
+        going = self._watch.notices(self._nodes)
         if new := sorted(going - self._going):
             yield event("node_draining", nodes=new, step=self._team.last.step)
         self._going = going
@@ -722,7 +728,7 @@ class Controller:
                 watch=watch,
             )
         except RunFailed:
-            self._watch.check(self._arenas.homes, now=True)  # which is why, if there is a why
+            self._watch.check(self._nodes, now=True)  # which is why, if there is a why
             raise
 
     def _heartbeats_of(self, actors: Callable[[], list[Placed]]) -> Heartbeats:
@@ -733,7 +739,7 @@ class Controller:
 
     def _interrupted(self) -> bool:
         """Raises StateLost when nobody can answer any more."""
-        self._watch.check(self._arenas.homes)
+        self._watch.check(self._nodes)
         # At the end there is nothing left to stop but keeping what is committed; and between two
         # owners an arena would be missing in that.
         return self._stop.is_set() and not self._unstoppable

@@ -172,7 +172,8 @@ def event_line(event: RunEvent) -> str | None:
         case "start_failed":
             return f"the start is begun again: {detail['reason']}"
         case "node_lost":
-            return f"{detail['reason']}: the run goes on with the mirrors of it"
+            workers = count(detail["workers"], "worker")
+            return f"{detail['reason']}: the run goes on with what the others have, {workers}"
         case "node_draining":
             return (
                 f"node {', '.join(detail['nodes'])} is to go: a snapshot of every step from now on"
@@ -180,7 +181,11 @@ def event_line(event: RunEvent) -> str | None:
         case "state_lost":
             source = "the newest snapshot" if detail["snapshot"] else "the start"
             again = count(detail["redone_steps"], "step")
-            return f"{detail['reason']}: the run goes on from {source}, {again} are done again"
+            workers = count(detail["workers"], "worker")
+            return (
+                f"{detail['reason']}: the run goes on with {workers} from {source}, {again} are "
+                "done again"
+            )
         case "optimizers_scaled":
             why = f": {detail['reason']}" if "reason" in detail else ""
             return (

@@ -6,11 +6,10 @@ The driver looks, since it outlives the controllers between which workers change
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from ray._private.state import available_resources_per_node
-
 from flatpeak.controller.autoscaler import RoomForWorkers
 from flatpeak.controller.autoscaling import allowed_workers, room_for_workers
 from flatpeak.controller.lives import Lives
+from flatpeak.controller.placement import free_resources
 from flatpeak.controller.scale_requests import ScaleRequest
 from flatpeak.controller.spec import Spec
 
@@ -31,7 +30,7 @@ class Growth:
         asked: Spec,
         *,
         suits: Callable[[Spec], bool],
-        free: Callable[[], Mapping[str, Mapping[str, float]]] = available_resources_per_node,
+        free: Callable[[], Mapping[str, Mapping[str, float]]] = free_resources,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -67,7 +66,9 @@ class Growth:
         deadline = self._clock() + _RELEASED_S
         while (room := self._room_now(lives, served=())) < present and self._clock() < deadline:
             self._sleep(_POLL_S)
-        return max((n for n in self._allowed if n <= min(room, present)), default=present)
+        if room >= present:
+            return present
+        return max((n for n in self._allowed if n <= room), default=present)
 
     def _room_now(self, lives: Lives, *, served: Iterable[str]) -> int:
         cluster = lives.life.spec.cluster

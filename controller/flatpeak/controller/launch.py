@@ -24,7 +24,7 @@ from flatpeak.controller.dashboards.grafana import Grafana, token_from_environme
 from flatpeak.controller.experiment_logs import check_experiment_logs, experiment_logs
 from flatpeak.controller.growth import Growth
 from flatpeak.controller.leftovers import HeldArenas, remove_arenas
-from flatpeak.controller.lives import REPLACED, ControllerLost, Life, Lives
+from flatpeak.controller.lives import REPLACED, ControllerLost, Life, Lives, sized
 from flatpeak.controller.metrics import serving_of
 from flatpeak.controller.outlet import Outlet
 from flatpeak.controller.placement import living_nodes, release_group_of, sweep_nodes
@@ -91,18 +91,20 @@ def resolve(spec: Spec, resume: Resume | None = None) -> Spec:
 def regrouped(asked: Spec, present: Spec, request: ScaleRequest) -> Spec:
     """The job with other processes than at `present`, its degrees resolved; raises what `resolve`
     raises for them."""
-    data = asked.model_dump() | {"cluster": present.cluster.model_dump()}
+    data, optimizers = asked.model_dump(), present.cluster.optimizers
     if request.workers is None:
-        data["cluster"]["optimizers"] = request.optimizers
+        data["cluster"] |= {"workers": present.cluster.workers, "optimizers": request.optimizers}
         data["parallel"] = present.parallel.model_dump()
+        optimizers = request.optimizers or 0
     else:
+        # With the actors of the job: there may be more or fewer now than it could begin with.
         data["cluster"]["workers"] = request.workers
         data["parallel"] |= request.degrees
     spec = parse_spec(data, source=f"the job with {request.wanted}")
     config = checkpoint.load_config(path=spec.model.path, config=spec.model.config)
     resolved = _resolved(spec, config)
     check_dispatch_budget(resolved, checkpoint.build_meta_model(config))
-    return resolved
+    return sized(resolved, optimizers)
 
 
 def _suits(spec: Spec) -> bool:
@@ -436,11 +438,14 @@ class _Requests:
     def _ask(self, request: ScaleRequest) -> None:
         anywhere = self._asked_spec.cluster.optimizer_placement == "anywhere"
         # Arenas stay where they are, and those of actors anywhere have no other actors there.
+        present = self._lives.spec
         if request.workers is None and not anywhere:
             answer = self._controller.scale.remote(request.id, request.optimizers)
         else:
             try:
-                spec = regrouped(self._asked_spec, self._lives.spec, request)
+                if request.optimizers == present.cluster.optimizers:
+                    raise InputError(f"the run has {request.wanted} already")
+                spec = regrouped(self._asked_spec, present, request)
             except FlatpeakError as error:
                 self._refuse(request.id, str(error))
                 return
@@ -454,22 +459,31 @@ class _Requests:
         workers = self._growth.left(self._lives)
         if workers == present.cluster.workers:
             return None
-        return regrouped(self._asked_spec, present, ScaleRequest(workers=workers))
+        try:
+            return regrouped(self._asked_spec, present, ScaleRequest(workers=workers))
+        except FlatpeakError as error:  # of a budget, say; room for as many as before may come back
+            log.warning("the run cannot go on with %d workers: %s", workers, error)
+            return None
 
     def observe(self, happened: Event) -> None:
         if isinstance(happened, RunEvent):
-            self._owed.discard(happened.detail.get("request", ""))
+            request = happened.detail.get("request", "")
+            self._owed.discard(request)
+            if happened.kind == REFUSED:
+                self._growth.refused(request)
 
     def abandon(self, *, but: str | None) -> None:
         """The controller is gone, and what it was asked for with it, `but` for one request."""
         self._asked = None
         for request in sorted(self._owed - {but}):
-            self._refuse(request, "the controller ended while it was at it; ask again")
+            reason = "the controller ended while it was at it; ask again"
+            self._follower(event(REFUSED, request=request, reason=reason))
+        self._owed &= {but}
 
     def _refuse(self, request: str, reason: str) -> None:
-        self._owed.discard(request)
-        self._growth.refused(request)
-        self._follower(event(REFUSED, request=request, reason=reason))
+        refused = event(REFUSED, request=request, reason=reason)
+        self._follower(refused)
+        self.observe(refused)
 
 
 def _start_controller(life: Life, folder: RunFolder) -> Any:

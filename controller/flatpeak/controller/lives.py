@@ -218,13 +218,13 @@ class Lives:
         elif dead or (unsettled and not isinstance(error, StateLost | DoesNotFit)):
             yield event("start_failed", step=self._step, reason=str(error))
         elif not isinstance(error, UpdateLost | DoesNotFit) and (files := self._survivors()):
-            spec = self._fitted(fitting)
+            spec = fitting() or self.life.spec
             workers = spec.cluster.workers
             yield event("node_lost", step=self._step, reason=str(error), workers=workers)
             self._begin(spec, moved=files)
             return
         else:
-            yield self._back_to_snapshot(error, self._fitted(fitting))
+            yield self._back_to_snapshot(error, fitting() or self.life.spec)
             return
         if unsettled and self.life.moved:
             self._begin(self.life.spec, moved=self.life.moved)
@@ -235,15 +235,6 @@ class Lives:
         if self._left is None:
             return None
         return self._left.survivors(self.life.spec.run, self._alive())
-
-    def _fitted(self, fitting: Callable[[], Spec | None]) -> Spec:
-        spec = fitting()
-        if spec is None:
-            return self.life.spec
-        # In proportion: those that served the workers who are gone have no room either.
-        fewer = self._optimizers * spec.cluster.workers // self.life.spec.cluster.workers
-        self._optimizers = max(1, fewer)
-        return spec
 
     def _back_to_snapshot(self, error: FlatpeakError, spec: Spec) -> RunEvent:
         latest = self._find(self._folder)
@@ -300,7 +291,9 @@ class Lives:
         self._change, self._failures = self._wanted[self._leaving], 0
         self._wanted = {}
         self._before = self.spec, time.monotonic()
-        self._optimizers = self._change.spec.cluster.optimizers
+        if self._change.spec.cluster.optimizer_placement == "anywhere":
+            # Beside the workers they change without this, and may have done so since it was asked.
+            self._optimizers = self._change.spec.cluster.optimizers
         self._begin(self._change.spec, moved=self._left.files(self.life.spec.run))
         return True
 

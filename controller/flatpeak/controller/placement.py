@@ -184,25 +184,49 @@ def start_sources(
     return sources, paths
 
 
-def suited_to(spec: Spec, nodes: Sequence[str]) -> Spec:
-    """The job of a life after the first, with as many optimizer actors as its workers need, which
-    may be on more `nodes` than before; and without mirrors where there is only one."""
-    cluster = spec.cluster
-    if len(nodes) < 2:
+def suited_to(spec: Spec, workers: Counter[str], cores: Mapping[str, float]) -> Spec:
+    """The job of a life after the first, on other nodes than those before.
+
+    It has as many optimizer actors as its `workers` need, which may be on more nodes, and no more
+    than there are `cores` for, of which a node that is lost had some; and no mirrors where all
+    workers are on one node. Both are by node.
+    """
+    cluster, nodes = spec.cluster, len(workers)
+    if nodes < 2:
         spec = mirrored(spec, 0)
-    if cluster.optimizer_placement == "anywhere":
-        return spec
-    return sized(spec, max(cluster.optimizers, min(len(nodes), cluster.arenas)))
+    anywhere = cluster.optimizer_placement == "anywhere"
+    least = 1 if anywhere else min(nodes, cluster.arenas)
+    most = max(cluster.optimizers, least)
+    for count in range(most, least - 1, -1):
+        suited = sized(spec, count)
+        try:
+            _homes(suited.cluster, workers, cores)
+        except ClusterError:
+            continue
+        return suited
+    return sized(spec, most)  # whose placement tells what is missing
 
 
 def optimizer_homes(spec: Spec, workers: Sequence[Placed]) -> list[str]:
     """The node of each optimizer actor, as `cluster.optimizer_placement` says."""
-    cores = {
+    return _homes(spec.cluster, by_node(workers), cores_of_nodes())
+
+
+def by_node(workers: Sequence[Placed]) -> Counter[str]:
+    """How many there are on each node."""
+    return Counter(worker.node for worker in workers)
+
+
+def cores_of_nodes() -> dict[str, float]:
+    """All that each node has."""
+    return {
         node["NodeID"]: node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]
     }
-    busy = Counter(worker.node for worker in workers)
-    place = homes_anywhere if spec.cluster.optimizer_placement == "anywhere" else homes_beside
-    return place(spec.cluster, busy, cores)
+
+
+def _homes(cluster: ClusterSpec, workers: Counter[str], cores: Mapping[str, float]) -> list[str]:
+    place = homes_anywhere if cluster.optimizer_placement == "anywhere" else homes_beside
+    return place(cluster, workers, cores)
 
 
 def optimizer_homes_again(spec: Spec, left: Left) -> list[str]:
@@ -323,8 +347,19 @@ def living_runs() -> list[str]:
 
 def free_cpus() -> dict[str, float]:
     """Of each node, as far as Ray knows now."""
+    return {node: free.get("CPU", 0.0) for node, free in free_resources().items()}
+
+
+def free_resources() -> dict[str, dict[str, float]]:
+    """Of each node that is to stay, as far as Ray knows now."""
+    try:
+        going = draining_nodes()
+    except RayError as error:
+        log.warning("Ray does not say which nodes are to go: %s", error)
+        going = set()
     # For developers, says Ray, but nothing public tells nodes apart.
-    return {node: free.get("CPU", 0.0) for node, free in available_resources_per_node().items()}
+    free = available_resources_per_node()
+    return {node: has for node, has in free.items() if node not in going}
 
 
 def homes_beside(

@@ -209,8 +209,8 @@ class ClusterSpec(Section):
             )
         if most is not None and self.optimizer_placement == "anywhere":
             raise ValueError(
-                "max_optimizers is for optimizer_placement = beside: with anywhere the actors "
-                "cannot change while the run goes on; leave it out"
+                "max_optimizers is for optimizer_placement = beside: with anywhere there are as "
+                "many arenas as actors, whatever their number changes to; leave it out"
             )
         return self
 
@@ -221,8 +221,9 @@ class ClusterSpec(Section):
             return self
         if self.optimizer_placement == "anywhere":
             raise ValueError(
-                "autoscale.optimizers is for optimizer_placement = beside: with anywhere the "
-                "actors cannot change while the run goes on; leave it out"
+                "autoscale.optimizers is for optimizer_placement = beside: with anywhere a change "
+                "copies the state and starts all processes anew, so it has to be asked for; leave "
+                "it out"
             )
         if wanted[1] > self.arenas:
             raise ValueError(
