@@ -129,6 +129,8 @@ def test_the_loss_is_the_same_after_a_round_trip(tmp_path, tied):
     config = tiny_config("qwen3_moe", tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(config).eval()
     export_checkpoint(tmp_path / "out", config, model.named_parameters())
+    # Whoever may read the configuration may read the weights.
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     ids = torch.arange(20).view(1, 20)
     with torch.no_grad():

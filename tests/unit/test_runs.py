@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from flatpeak.controller.observed import FolderRun
 from flatpeak.controller.runs import (
     RunEvent,
     RunFolder,
@@ -300,6 +301,7 @@ def test_the_name_of_a_run_whose_driver_died_can_be_resumed(tmp_path, driver):
     driver.kill()
     driver.wait()
     assert folder.info.seen_state is RunState.DIED
+    assert "--resume goes on" in (FolderRun(folder).status().reason or "")
     assert RunFolder.create(job(tmp_path, resume=True)).info.pid == os.getpid()
 
 

@@ -132,7 +132,7 @@ def test_a_run_that_has_ended_or_ends_is_not_waited_for(tmp_path):
             scale_run(folder, ScaleRequest(optimizers=3), timeout_s=30)
         ending.join()
         assert take_request(folder) is None
-        with pytest.raises(InputError, match="the run first is done: there is nothing to scale"):
+        with pytest.raises(InputError, match=r"first does not go on \(done\): there is nothing"):
             scale_run(folder, ScaleRequest(optimizers=3), timeout_s=30)
 
 

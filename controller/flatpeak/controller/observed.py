@@ -12,6 +12,10 @@ from flatpeak.controller.runs import Event, RunFolder, RunState, StepRecord, lis
 from flatpeak.workers.errors import InputError
 
 _POLL_S = 0.5
+_DIED = (
+    "its driver is gone without a word; what it left in shared memory goes when the next run "
+    "starts there, and train with --resume goes on from the newest snapshot"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,7 @@ class FolderRun:
             folder=str(self.folder.path),
             pid=info.pid,
             host=info.host,
-            reason=info.reason,
+            reason=_DIED if info.seen_state is RunState.DIED else info.reason,
         )
 
     def last_step(self) -> StepRecord | None:

@@ -70,7 +70,9 @@ def scale_run(folder: RunFolder, request: ScaleRequest, *, timeout_s: float) -> 
     """
     info = folder.info
     if not info.alive:
-        raise InputError(f"the run {info.run} is {info.seen_state}: there is nothing to scale")
+        raise InputError(
+            f"the run {info.run} does not go on ({info.seen_state}): there is nothing to scale"
+        )
     new_events = folder.follow_events()
     new_events()
     put_request(folder, request)

@@ -201,7 +201,11 @@ class _Shards:
         file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def _flush(self) -> None:
-        save_file(self._open, self._file(len(self._keys)), metadata={"format": "pt"})
+        file = self._file(len(self._keys))
+        file.touch()
+        mode = file.stat().st_mode
+        save_file(self._open, file, metadata={"format": "pt"})
+        file.chmod(mode)  # safetensors lets nobody else read it, whatever the umask says
         self._keys.append(list(self._open))
         self._open, self._open_bytes = {}, 0
 
