@@ -36,10 +36,11 @@ from flatpeak.workers.snapshot import (
 from flatpeak.workers.trainer import SlabRegion, StepResult, Trainer
 from flatpeak.workers.update_split import assign_updates
 from flatpeak.workers.weights import open_weights
-from ranks import run_ranks
+from ranks import TIMEOUT_S, run_ranks
 from tiny_models import tiny_content
 
 VOCABULARY = 257
+_STEP_TIMEOUT_S = 5.0
 
 
 def tiny_spec(config: dict[str, Any], **sections: Any) -> Spec:
@@ -162,7 +163,10 @@ def train_locally(
     `after` is an earlier part of the run, or a snapshot of it, which this one continues to the last
     step.
     """
-    return run_ranks(spec.cluster.workers, _rank_main, spec, str(folder), source, after)[0]
+    ranks = spec.cluster.workers
+    timeout_s = max(TIMEOUT_S, _STEP_TIMEOUT_S * spec.train.steps)
+    args = (spec, str(folder), source, after)
+    return run_ranks(ranks, _rank_main, *args, timeout_s=timeout_s)[0]
 
 
 def _rank_main(

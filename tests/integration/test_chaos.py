@@ -142,12 +142,12 @@ def test_a_run_that_is_killed_again_and_again_does_not_notice(tmp_path, monkeypa
     records = driver.run.steps()
     assert [record.step for record in records] == list(range(1, len(records) + 1))
     assert {line["step"] for line in ended.steps()} == {record.step for record in records}
+    report(chaos.kills, driver.run.events(), records)
     monkeypatch.undo()
     wanted = train_locally(job_of(tmp_path, len(records)), tmp_path)
     assert [record.loss for record in records] == wanted.losses
     assert [record.grad_norm for record in records] == wanted.norms
     assert holds_state_of(driver.run.snapshots / f"step-{len(records)}", wanted)
-    report(chaos.kills, driver.run.events(), records)
 
 
 def report(
