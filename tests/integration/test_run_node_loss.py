@@ -3,6 +3,7 @@
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray._raylet import GcsClient
@@ -17,7 +18,13 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def job(
-    folder: Path, *, steps: int, address: str = "local", every_steps: int = 3, mirrors: int = 0
+    folder: Path,
+    *,
+    steps: int,
+    address: str = "local",
+    every_steps: int = 3,
+    mirrors: int = 0,
+    **cluster: Any,
 ) -> Spec:
     return tiny_job(
         folder,
@@ -28,6 +35,7 @@ def job(
             "cpus_per_worker": 2,  # so that a node has no room for both workers
             "address": address,
             "shm_dir": f"${SHM}",
+            **cluster,
         },
         parallel={"sequence": 1, "expert": 2, "vocabulary": 2},
         memory={"optimizer": {"mirrors": mirrors, "bucket_parameters": 3000}},
@@ -110,6 +118,34 @@ def test_a_run_with_mirrors_loses_nothing_with_a_node(tmp_path):
     assert [record.step for record in records] == list(range(1, len(records) + 1))
     wanted = train_locally(job(tmp_path, steps=len(records)), tmp_path)
     assert [record.loss for record in records] == wanted.losses
+
+
+def test_a_node_without_state_takes_no_step_with_it(tmp_path):
+    apart = {"cpus_per_worker": 1, "optimizers": 1, "optimizer_placement": "anywhere"}
+    with ray_nodes(tmp_path, cores=(1, 1, 1)) as nodes:
+        spec = shrinking(job(tmp_path, steps=5000, address=nodes.address, **apart))
+        with driving(spec, tmp_path) as driver:
+            driver.wait_for(step=3)
+            pids = driver.pids()
+            # The driver is on node 0, and the actor where no worker is.
+            victim = max(nodes.of(pids[f"worker-{rank}"]) for rank in range(2))
+            assert nodes.of(pids["optimizer-0"]) != victim > 0
+            nodes.kill(victim)
+            lost = driver.wait_for(kind="node_lost")["detail"]
+            first = driver.wait_for(type="step")
+            driver.wait_for(type="step")
+            driver.signal(signal.SIGINT)
+            ended = driver.end()
+            del nodes.folders[victim]
+            assert nodes.left() == []
+    assert ended.code == 130
+    assert "Traceback" not in ended.err
+    assert lost["workers"] == 1
+    assert first["step"] in (lost["step"], lost["step"] + 1)
+    records = driver.run.steps()
+    assert [record.step for record in records] == list(range(1, len(records) + 1))
+    wanted = train_locally(job(tmp_path, steps=len(records)), tmp_path)
+    assert [record.loss for record in records] == pytest.approx(wanted.losses, abs=1e-5)
 
 
 def test_a_run_that_loses_a_node_goes_on_from_its_snapshot_and_says_what_it_does_again(tmp_path):

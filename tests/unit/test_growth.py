@@ -16,10 +16,17 @@ from tiny_models import tiny_content
 class Cluster:
     """Two nodes with free resources, and a clock."""
 
-    def __init__(self, *, device: str = "cpu", present: int = 2, **autoscale: Any) -> None:
+    def __init__(
+        self, *, device: str = "cpu", present: int = 2, placement: str = "beside", **autoscale: Any
+    ) -> None:
         self.free: dict[str, dict[str, float]] = {"n0": {}, "n1": {}}
         self.now = 100.0
-        cluster = {"workers": present, "autoscale": {"workers_free_s": 10.0, **autoscale}}
+        cluster = {
+            "workers": present,
+            "optimizer_placement": placement,
+            "address": "auto",
+            "autoscale": {"workers_free_s": 10.0, **autoscale},
+        }
         spec = tiny_spec(tiny_content("qwen3_moe"), cluster=cluster)
         self.lives = Lives(spec, Path("run"), None)
         self.lives.observe(event("workers_placed", device=device))
@@ -137,3 +144,24 @@ def test_as_many_workers_go_on_where_the_job_does_not_say_otherwise():
     cluster = Cluster(present=4)
     cluster.free = {}
     assert (cluster.growth.left(cluster.lives), cluster.now) == (4, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers"),
+    [
+        ({"n0": 1.0, "n1": 1.0}, 1),  # and the actor on the other
+        ({"n0": 2.0, "n1": 1.0}, 2),
+        ({"n0": 0.5, "n1": 2.0}, 1),
+        ({"n0": 0.5, "n1": 0.5}, 4),  # not even the actor fits
+    ],
+)
+def test_an_actor_anywhere_takes_the_place_of_one_worker_at_most(cores, workers):
+    cluster = Cluster(present=4, placement="anywhere", workers=[1, 8])
+    cluster.free = {node: {"CPU": count} for node, count in cores.items()}
+    assert cluster.growth.left(cluster.lives) == workers
+
+
+def test_workers_that_come_to_actors_anywhere_need_none_beside_them():
+    cluster = Cluster(placement="anywhere", workers=[1, 8])
+    cluster.free["n1"] = {"CPU": 2.0}
+    assert cluster.wanted_after(15) == [4]

@@ -4,7 +4,8 @@ The driver looks, since it outlives the controllers between which workers change
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from flatpeak.controller.autoscaler import RoomForWorkers
 from flatpeak.controller.autoscaling import allowed_workers, room_for_workers
@@ -47,7 +48,7 @@ class Growth:
         if self._settings.workers is None or self._clock() < self._next:
             return None
         self._next = self._clock() + _LOOK_S
-        self._room.observe(self._room_now(lives, served=lives.nodes))
+        self._room.observe(self._room_now(lives))
         decision = self._room.decide(lives.life.spec.cluster.workers, self._allowed)
         if decision.wanted is None:
             return None
@@ -64,17 +65,26 @@ class Growth:
             return present
         # What the processes of that life had is free within seconds.
         deadline = self._clock() + _RELEASED_S
-        while (room := self._room_now(lives, served=())) < present and self._clock() < deadline:
+        while (room := self._room_now(lives, starts=True)) < present and self._clock() < deadline:
             self._sleep(_POLL_S)
         if room >= present:
             return present
         return max((n for n in self._allowed if n <= room), default=present)
 
-    def _room_now(self, lives: Lives, *, served: Iterable[str]) -> int:
-        cluster = lives.life.spec.cluster
+    def _room_now(self, lives: Lives, *, starts: bool = False) -> int:
+        """For how many workers there is room: for more of them, or for all of a life that `starts`
+        and needs optimizer actors too."""
+        cluster, free = lives.life.spec.cluster, self._free()
         worker = {"CPU": float(cluster.cpus_per_worker)} | lives.devices
-        optimizer = {"CPU": float(cluster.cpus_per_optimizer)}
-        return room_for_workers(self._free(), worker=worker, optimizer=optimizer, served=served)
+        cores = float(cluster.cpus_per_optimizer)
+        room = partial(room_for_workers, free, worker=worker, optimizer={"CPU": cores})
+        if cluster.optimizer_placement == "beside":
+            return room(served=() if starts else lives.nodes)
+        if not starts:
+            return room(served=free)
+        # One actor is enough, on whatever node that leaves most room.
+        able = [node for node, has in free.items() if has.get("CPU", 0.0) >= cores]
+        return max((room(served=free.keys() - {node}) for node in able), default=0)
 
     def refused(self, request: str) -> None:
         """If it was one of these, so many are not asked for again: each try stops the training."""
