@@ -19,6 +19,7 @@ from ray.util.placement_group import placement_group_table
 from driven_run import SOURCE_ROOTS, Driver, Ended, driving, flatpeak, load, tiny_job
 from flatpeak.controller.schedule import lr
 from flatpeak.controller.spec import Spec, parse_spec
+from flatpeak.workers.snapshot import find_latest, saved_steps
 from local_run import train_locally
 
 pytestmark = pytest.mark.timeout(600)
@@ -185,6 +186,10 @@ def test_a_controller_that_is_killed_again_and_again_ends_the_run(tmp_path, clus
     assert found["state"] == "failed"
     assert found["reason"] in ended.err
     assert driver.run.events()[-1].kind == "failed"
+    # The arenas that nobody took over any more are in a snapshot; the last update may have begun.
+    last = driver.run.steps()[-1].step
+    assert saved_steps(driver.run.path)[-1] in (last - 1, last)
+    assert find_latest(driver.run.path, verify=True).skipped == ()
 
 
 def test_after_kill_9_of_the_driver_its_run_starts_again_in_the_same_cluster(tmp_path, cluster):

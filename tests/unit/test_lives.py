@@ -245,6 +245,18 @@ def test_what_another_life_would_not_mend_is_raised(settled):
     assert caught.value is error
 
 
+def test_of_a_run_that_ends_the_arenas_that_its_controller_left_are_to_be_kept():
+    lives = lives_of(alive={"n0", "n1"})
+    assert lives.orphans(LOST) == ()
+    lives.observe(STARTED)
+    assert lives.orphans(LOST) == ARENAS.files("tiny")
+    assert lives.orphans(RunFailed("worker 0 raised")) == ()  # who has said so has kept them
+    after(lives, LOST)
+    assert lives.orphans(ClusterError("no room")) == ARENAS.files("tiny")
+    after(lives, StateLost("node n0 was out of reach"))
+    assert lives.orphans(ClusterError("no room")) == lives.life.moved == ARENAS.files("tiny")
+
+
 def test_arenas_that_wait_to_be_taken_over_are_not_given_up_at_once():
     lives = lives_of()
     lives.observe(STARTED)

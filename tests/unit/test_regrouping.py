@@ -25,7 +25,7 @@ from flatpeak.workers.errors import (
     WaitTimeout,
 )
 from flatpeak.workers.optimizer import AdamW, OptimizerCore
-from flatpeak.workers.snapshot import Latest, restore
+from flatpeak.workers.snapshot import Latest, SnapshotReader, commit_manifest, restore
 from flatpeak.workers.state_source import Held, StateReader, StateSource
 from flatpeak.workers.update_split import assign_updates
 from local_run import tiny_spec
@@ -326,8 +326,18 @@ def test_an_update_that_was_cut_off_is_finished_before_the_state_moves(tmp_path)
     source = StateSource("r", paths, SETTINGS, timeout_s=0.0)
     assert source.versions() == [3, 4]
     assert source.finish(4, 0.1, 0.5).updates == 3
+    wanted = state_of(done)
     for name, values in state_of(source).items():
-        np.testing.assert_array_equal(values, state_of(done)[name])
+        np.testing.assert_array_equal(values, wanted[name])
+    # So it is when nobody is there to take it over, but for a snapshot.
+    folder = tmp_path / "step-4"
+    parts = source.snapshot(str(folder), 4)
+    commit_manifest(folder, step=4, parts=parts, meta={})
+    with SnapshotReader(folder) as reader:
+        assert (reader.step, reader.updates) == (4, 3)
+        for name, size in SIZES.items():
+            saved = np.stack([values.numpy() for values in reader.read(Range(name, 0, size))])
+            np.testing.assert_array_equal(saved, wanted[name])
     mirrors = make(tmp_path, "mirrors", cut(2, 2, 100))
     source.remove([*mirrors, tmp_path / "of another node.arena"])
     assert not any(path.exists() for path in (*paths, *mirrors))

@@ -29,6 +29,7 @@ from flatpeak.controller.metrics import serving_of
 from flatpeak.controller.outlet import Outlet
 from flatpeak.controller.placement import living_nodes, release_group_of, sweep_nodes
 from flatpeak.controller.regrouping import Regroup
+from flatpeak.controller.rescue import rescue
 from flatpeak.controller.resume import Resume, check_parameters, snapshot_to_resume
 from flatpeak.controller.runs import (
     Event,
@@ -43,7 +44,7 @@ from flatpeak.controller.runs import (
 from flatpeak.controller.scale_requests import REFUSED, ScaleRequest, take_request
 from flatpeak.controller.signals import StopSignals
 from flatpeak.controller.spec import Spec, check_against_model, parse_spec, resolve_parallel
-from flatpeak.controller.waiting import describe, listed
+from flatpeak.controller.waiting import Interrupted, describe, listed
 from flatpeak.workers import checkpoint
 from flatpeak.workers.arena import sweep_stale
 from flatpeak.workers.errors import ClusterError, FlatpeakError, InputError
@@ -320,12 +321,33 @@ def _supervise(
                     raise KeyboardInterrupt from None
                 requests.abandon(but=lives.moving)
                 release_group_of(spec.run, dead)
-                for happened in lives.go_on(error, fitting=requests.fitting):
-                    follower(happened)
-                    requests.observe(happened)
+                try:
+                    for happened in lives.go_on(error, fitting=requests.fitting):
+                        follower(happened)
+                        requests.observe(happened)
+                except FlatpeakError:
+                    _keep_orphans(lives, error, follower, signals)
+                    raise
                 held.hold(lives.arenas)
                 for token in lives.life.stale:
                     remove_arenas(spec.cluster.shm_dir, spec.run, token)
+
+
+def _keep_orphans(
+    lives: Lives, error: FlatpeakError, follower: _Follower, signals: StopSignals
+) -> None:
+    """After the last life, which ended with `error`: what is committed goes into a snapshot."""
+    spec, files = lives.spec, lives.orphans(error)
+    if not files or not spec.snapshots.at_end:
+        return
+    try:
+        saved = rescue(spec, files, follower.folder, lambda: signals.count > 1)
+    except (FlatpeakError, RayError, Interrupted) as failure:
+        text = f"what was done after the newest snapshot is lost: {failure or 'interrupted'}"
+        follower(event("warning", text=text))
+        return
+    if saved is not None:
+        follower(saved)
 
 
 def _sweep_cluster(lives: Lives) -> None:

@@ -162,6 +162,14 @@ class Lives:
         """Those with workers."""
         return set() if self._left is None else set(self._left.worker_nodes)
 
+    def orphans(self, error: FlatpeakError) -> tuple[ArenaFile, ...]:
+        """The arenas whose state nobody has kept, when the run ends after a life that ended with
+        `error`. A controller that lives to the end keeps what it has itself."""
+        if self.settled:
+            survivors = self._survivors() if isinstance(error, ControllerLost) else None
+            return survivors or ()
+        return self.life.moved or (self._survivors() or () if self.life.left else ())
+
     def observe(self, happened: Event) -> None:
         """What the present life tells of itself."""
         if isinstance(happened, StepRecord):

@@ -19,6 +19,7 @@ from flatpeak.workers.buckets import Bucket, BucketIndex, Range
 from flatpeak.workers.errors import RunFailed
 from flatpeak.workers.host_memory import node_path
 from flatpeak.workers.optimizer import AdamW, OptimizerCore
+from flatpeak.workers.snapshot import SnapshotPart, write_snapshot_part
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -62,6 +63,13 @@ class StateSource:
         """Master and both moments of elements `held`, fp32, each [held.size]: a copy."""
         master, exp_avg, exp_avg_sq = (values.numpy() for values in self._core.read(held))
         return master, exp_avg, exp_avg_sq
+
+    def snapshot(self, folder: str, step: int) -> list[SnapshotPart]:
+        """Writes each arena, all of whose buckets are at `step`; raises SnapshotFailed."""
+        return [
+            write_snapshot_part(folder, arena, number, step)
+            for number, arena in enumerate(self._arenas)
+        ]
 
     def remove(self, mirrors: Sequence[str | Path] = ()) -> None:
         """Their memory goes with the last process that maps them. Those of `mirrors`, too, that are
