@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flatpeak.controller.launch import regrouped
 from flatpeak.controller.lives import ArenaFile, ControllerLost, Left, Lives, sized
 from flatpeak.controller.regrouping import Regroup, Regrouping, refusal, too_little_room
-from flatpeak.controller.runs import event
+from flatpeak.controller.runs import RunEvent, event
 from flatpeak.controller.scale_requests import ScaleRequest
 from flatpeak.controller.spec import ClusterSpec
 from flatpeak.workers.arena import Arena
@@ -85,6 +85,19 @@ def test_a_second_request_waits_for_the_first():
 # Lives
 
 
+def started(*, workers: int, arena_nodes: tuple[str, ...] = ("n0",), step: int = 3) -> RunEvent:
+    """What a life tells with its workers on one node, and an actor for each arena."""
+    return event(
+        "started",
+        worker_nodes=["n0"] * workers,
+        arena_nodes=[*arena_nodes],
+        optimizers=len(arena_nodes),
+        mirrored=False,
+        step=step,
+        parameters=10,
+    )
+
+
 def moving_lives(*, workers: int = 4, optimizers: int = 1) -> Lives:
     """In the life that is to have so many processes in the place of two workers and one actor."""
     config = tiny_content("qwen3_moe")
@@ -96,16 +109,7 @@ def moving_lives(*, workers: int = 4, optimizers: int = 1) -> Lives:
         find=lambda _: Latest(None, ()),
         new_token=lambda: next(tokens),
     )
-    lives.observe(
-        event(
-            "started",
-            worker_nodes=["n0", "n0"],
-            arena_nodes=["n0"],
-            optimizers=1,
-            mirrored=False,
-            step=0,
-        )
-    )
+    lives.observe(started(workers=2, step=0))
     assert not lives.move()
     cluster: dict[str, object] = {"workers": workers, "optimizers": optimizers}
     if optimizers > 1:
@@ -127,21 +131,13 @@ def test_the_next_life_takes_the_state_out_of_the_arenas_of_the_one_before():
     assert (life.spec.cluster.workers, life.token, life.generation) == (4, "token-1", 1)
     assert (life.left, life.moved) == (None, FILES)
     assert (life.inherits, lives.moving, lives.arenas) == (True, "request", "token-0")
-    started = event(
-        "started",
-        worker_nodes=["n0"] * 4,
-        arena_nodes=["n0"],
-        optimizers=1,
-        mirrored=False,
-        step=3,
-        parameters=10,
-    )
-    lives.observe(started)
-    [told] = lives.moved(started)
+    begun = started(workers=4)
+    lives.observe(begun)
+    [told] = lives.moved(begun)
     assert (told.kind, told.detail["before"], told.detail["after"]) == ("workers_scaled", 2, 4)
     assert (told.detail["request"], told.detail["copied_bytes"]) == ("request", 120)
     assert (lives.moving, lives.arenas) == (None, "token-1")
-    assert [*lives.moved(started)] == []
+    assert [*lives.moved(begun)] == []
     # From now on it is like any other.
     assert not lives.move()
     [told] = lives.go_on(ControllerLost("it died"))
@@ -152,17 +148,8 @@ def test_the_next_life_takes_the_state_out_of_the_arenas_of_the_one_before():
 
 def test_a_controller_that_dies_as_it_makes_way_has_not_made_way():
     lives = moving_lives()
-    lives.observe(
-        event(
-            "started",
-            worker_nodes=["n0"] * 4,
-            arena_nodes=["n0"],
-            optimizers=1,
-            mirrored=False,
-            step=3,
-        )
-    )
-    [*_] = lives.moved(event("started", step=3, parameters=10))
+    lives.observe(started(workers=4))
+    [*_] = lives.moved(started(workers=4))
     lives.want(Regroup("again", tiny_spec(tiny_content("qwen3_moe"), cluster={"workers": 2})))
     lives.observe(event("workers_leaving", step=5, for_request="again"))
     [told] = lives.go_on(ControllerLost("it died"))
@@ -204,17 +191,9 @@ def test_workers_that_cannot_be_had_give_way_to_those_of_before(error):
 def test_optimizer_actors_anywhere_change_as_workers_do_and_are_undone_as_they_are():
     lives = moving_lives(workers=2, optimizers=3)
     assert (lives.life.spec.cluster.optimizers, lives.spec.cluster.optimizers) == (3, 3)
-    started = event(
-        "started",
-        worker_nodes=["n0"] * 2,
-        arena_nodes=["n0", "n1", "n2"],
-        optimizers=3,
-        mirrored=False,
-        step=3,
-        parameters=10,
-    )
-    lives.observe(started)
-    [told] = lives.moved(started)
+    begun = started(workers=2, arena_nodes=("n0", "n1", "n2"))
+    lives.observe(begun)
+    [told] = lives.moved(begun)
     assert (told.kind, told.detail["before"], told.detail["after"]) == ("optimizers_moved", 1, 3)
     assert told.detail["copied_bytes"] == 120
     undone = moving_lives(workers=2, optimizers=3)

@@ -357,7 +357,8 @@ class Controller:
         living = [run for run in living_runs() if run != self.spec.run or self._life.moved]
         self._ask([*self._workers, *actors], "start of the actors", "sweep", living)
         # Those of this run, which is among the living while it moves.
-        sweep_nodes(self.spec, living_nodes(), self._life.stale)
+        if self._life.stale:
+            sweep_nodes(self.spec, living_nodes(), self._life.stale)
         planned = planned_host_bytes(arenas.planned, arenas.nodes, regions, self._workers)
         rooms = self._ask(first_of_nodes(actors), "looking at the host memory", "host_room")
         check_host_bytes(planned, actors, rooms)
